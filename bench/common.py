@@ -1,0 +1,174 @@
+"""Shared by the benchmarks: machine line, server processes on loopback, streaming TTFT measured at the client."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+REPO = Path(__file__).resolve().parent.parent
+
+_SENTENCES = (
+    "The {a} in section {i} of the handbook is kept by the {b} team and reviewed every {n} days.",
+    "When a customer reports that the {a} fails with code {n}, ask for the serial number of the {b} first.",
+    "Never promise a refund for the {a} before the {b} has been checked against invoice {n}.",
+    "Temperatures above {n} degrees make the {a} slower; the {b} then takes over by itself.",
+    "Item {i}: the {a} ships with {n} screws, one {b} and a printed sheet in three languages.",
+)
+_NOUNS = ("pump", "valve", "router", "battery", "sensor", "filter", "panel", "ledger", "bridge", "engine", "cable")
+
+
+def document(seed: int, sentences: int) -> str:
+    """Varied English text; other seeds differ from the first sentence on, so nothing of it can be shared."""
+    lines = [f"Document number {seed}."]
+    for i in range(sentences):
+        k = (i * 7919 + seed * 104729) % 1_000_003
+        template = _SENTENCES[k % len(_SENTENCES)]
+        lines.append(
+            template.format(a=_NOUNS[k % 11], b=_NOUNS[(k // 11) % 11], i=i + 1, n=(k // 121) % 97 + 2)
+        )
+    return " ".join(lines)
+
+
+def machine_line() -> str:
+    """CPU, cores, memory and commit, for the head of every report."""
+    cpu = platform.processor() or "unknown CPU"
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=REPO, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return f"{cpu}, {os.cpu_count()} cores, {pages * size / 2**30:.0f} GiB; commit {commit or 'unknown'}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    url: str  # with /v1
+    model: str
+    pid: int
+
+
+@contextmanager
+def running(command: list[str], port: int, model: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """Run a server until the block ends; waits for it to answer ``/v1/models``."""
+    log = Path(f"/tmp/kvgate-bench-{port}.log")
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
+        )
+        try:
+            url = f"http://127.0.0.1:{port}/v1"
+            _wait_ready(process, url, log)
+            yield Server(url, model, process.pid)
+        finally:
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            sys.exit(f"the server ended at start:\n{log.read_text()[-3000:]}")
+        try:
+            if httpx.get(f"{url}/models", timeout=2).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.2)
+    sys.exit(f"the server did not answer within 300 s; see {log}")
+
+
+def kvgate_command(config: Path, port: int) -> list[str]:
+    return [str(Path(sys.executable).with_name("kvgate")), "serve", "--config", str(config), "--port", str(port)]
+
+
+def write_config(path: Path, *, device_gb: float, cpu_gb: float, disk_gb: float, store: Path, **cache: object) -> Path:
+    extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in cache.items())
+    path.write_text(
+        f'[model]\nname = "demo"\ndtype = "bfloat16"\n[prefix_cache]\ndevice_cache_gb = {device_gb}\n'
+        f'cpu_cache_gb = {cpu_gb}\ndisk_cache_gb = {disk_gb}\ndisk_cache_dir = "{store}"\n{extra}'
+    )
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    ttft_s: float
+    tpot_s: float | None  # mean gap between tokens after the first
+    prompt_tokens: int
+    cached_tokens: int
+    source: str  # the x-prefix-cache header, "" where there is none
+    text: str
+
+
+def ask(server: Server, system: str, question: str, max_tokens: int = 8) -> Timing:
+    """One greedy streamed chat request; times are those a client sees."""
+    body = {
+        "model": server.model,
+        "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    started = time.perf_counter()
+    stamps: list[float] = []
+    pieces: list[str] = []
+    usage: dict[str, object] = {}
+    with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=600) as response:
+        if response.status_code != 200:
+            response.read()
+            sys.exit(f"{response.status_code}: {response.text[:500]}")
+        source = response.headers.get("x-prefix-cache", "")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+                stamps.append(time.perf_counter())
+                pieces.append(piece)
+    details = usage.get("prompt_tokens_details") or {}
+    tokens = int(usage["completion_tokens"])  # type: ignore[call-overload]
+    tpot = (stamps[-1] - stamps[0]) / (tokens - 1) if tokens > 2 and len(stamps) > 1 else None
+    return Timing(
+        ttft_s=stamps[0] - started,
+        tpot_s=tpot,
+        prompt_tokens=int(usage["prompt_tokens"]),  # type: ignore[call-overload]
+        cached_tokens=int(details.get("cached_tokens") or 0),  # type: ignore[attr-defined]
+        source=source,
+        text="".join(pieces),
+    )
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values) if values else float("nan")

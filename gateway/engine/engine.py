@@ -1,0 +1,435 @@
+"""The engine: one thread that steps the model, and the async face that the HTTP layer talks to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+import torch
+
+from gateway.engine.attention import ProbeSink
+from gateway.engine.detokenise import Detokeniser
+from gateway.engine.loader import LoadedModel
+from gateway.engine.memory import device_memory
+from gateway.engine.runner import ModelRunner, Work
+from gateway.engine.sampler import Sampler
+from gateway.engine.scheduler import Scheduled, Scheduler
+from gateway.engine.sequence import Event, Sequence, SequenceState
+from gateway.engine.types import (
+    CacheReport,
+    ContextLengthExceeded,
+    Delta,
+    EngineClosed,
+    EngineError,
+    EngineObserver,
+    EngineOverloaded,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    RequestReport,
+    Started,
+)
+from kvstore.stats import StoreStats
+from kvstore.store import PrefixStore
+from kvstore.tiers.base import TierName
+from kvstore.tiers.device import DeviceArena
+
+log = logging.getLogger(__name__)
+
+#: Most prompt tokens whose queries are kept to measure importance (the observation window).
+OBSERVATION_WINDOW = 64
+
+_LOADER_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    model_id: str
+    aliases: tuple[str, ...] = ()
+    max_batch_size: int = 16
+    max_waiting: int = 256
+    prefill_tokens_per_step: int = 0
+    probe_heads: int = 3
+    cache_enabled: bool = True
+
+
+class Engine:
+    """Serves generation requests on one model with a prefix cache.
+
+    Args:
+        config: limits and names.
+        loaded: the model.
+        arena: the device tier's memory; running sequences and cached chunks share it.
+        store: the prefix cache over that arena.
+        observer: told of finished requests and steps.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel,
+        arena: DeviceArena,
+        store: PrefixStore,
+        observer: EngineObserver,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model_id = config.model_id
+        self.aliases = config.aliases
+        self.max_model_len = loaded.max_model_len
+        self.created = int(time.time())
+        self.tokenizer = loaded.tokenizer
+        self.vocab_size = loaded.vocab_size
+        self._config = config
+        self._loaded = loaded
+        self._arena = arena
+        self._store = store
+        self._observer = observer
+        self._clock = clock
+        self._runner = ModelRunner(loaded, arena)
+        self._scheduler = Scheduler(
+            store,
+            chunk_size=arena.layout.chunk_size,
+            max_batch_size=config.max_batch_size,
+            prefill_tokens=config.prefill_tokens_per_step,
+        )
+        self._probe_heads = spread_heads(config.probe_heads, loaded.geometry.heads, loaded.geometry.kv_heads)
+        self._model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+        self._by_id: dict[str, Sequence] = {}
+        self._wake = threading.Condition()
+        self._inbox: list[Sequence] = []
+        self._cancelled: list[str] = []
+        self._loads_done: list[tuple[Sequence, Exception | None]] = []
+        self._closing = False
+        self._loaders = ThreadPoolExecutor(_LOADER_THREADS, thread_name_prefix="kvgate-load")
+        self._thread = threading.Thread(target=self._run, name="kvgate-engine", daemon=True)
+
+    # The async face -------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self._thread.is_alive() and not self._closing
+
+    async def start(self) -> None:
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop stepping, end running requests with EngineClosed, write the cache's state, free the folder."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._loaders.shutdown)
+        await asyncio.to_thread(self._store.close)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Started | Delta, None]:
+        """Run a request: first Started, then Deltas, the last with a finish_reason. Closing it cancels the work.
+
+        Raises:
+            ContextLengthExceeded, EngineOverloaded, EngineClosed: it can't run.
+            EngineError: a step failed.
+        """
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def emit(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._submit(request, emit)
+        finished = False
+        try:
+            while not finished:
+                event = await events.get()
+                if isinstance(event, EngineError):
+                    finished = True
+                    raise event
+                finished = isinstance(event, Delta) and event.finish_reason is not None
+                yield event
+        finally:
+            if not finished:
+                self._cancel(request.request_id)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(self._inbox),
+            loading=len(scheduler.loading),
+        )
+
+    def store_stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def memory(self) -> dict[str, int]:
+        arena_bytes = self._arena.kv.numel() * self._arena.kv.element_size()
+        return device_memory(self._loaded.device, arena_bytes, self._model_bytes)
+
+    def degraded(self) -> list[str]:
+        """Why service is reduced, one sentence each; empty when all is well."""
+        usage = self._store.stats().usage
+        return [f"{name} tier is read-only: {tier.detail}" for name, tier in usage.items() if tier.read_only]
+
+    def _submit(self, request: GenerationRequest, emit: Callable[[Event], None]) -> None:
+        if len(request.prompt_ids) >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(request.prompt_ids)}; shorten the prompt"
+            )
+        sequence = Sequence(
+            request=request,
+            sampler=Sampler(request.sampling, request.prompt_ids, self.vocab_size, self._loaded.device),
+            detokeniser=Detokeniser(self.tokenizer, request.prompt_ids, request.sampling.stop),
+            emit=emit,
+            submitted=self._clock(),
+            tokens=list(request.prompt_ids),
+        )
+        with self._wake:
+            if self._closing:
+                raise EngineClosed("the server is shutting down; send the request again in a few seconds")
+            if len(self._scheduler.waiting) + len(self._inbox) >= self._config.max_waiting:
+                raise EngineOverloaded(
+                    f"{self._config.max_waiting} requests are waiting already; retry later or raise [server].max_waiting"
+                )
+            self._inbox.append(sequence)
+            self._wake.notify_all()
+
+    def _cancel(self, request_id: str) -> None:
+        with self._wake:
+            self._cancelled.append(request_id)
+            self._wake.notify_all()
+
+    # The engine thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._closing or self._inbox or self._cancelled or self._loads_done or self._runnable()):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                inbox, self._inbox = self._inbox, []
+                cancelled, self._cancelled = self._cancelled, []
+                loads, self._loads_done = self._loads_done, []
+            self._take(inbox, cancelled, loads)
+            self._step()
+        self._end_all(EngineClosed("the server is shutting down; send the request again in a few seconds"))
+
+    def _runnable(self) -> bool:
+        return bool(self._scheduler.running) or bool(self._scheduler.waiting and not self._scheduler.loading)
+
+    def _take(
+        self, inbox: list[Sequence], cancelled: list[str], loads: list[tuple[Sequence, Exception | None]]
+    ) -> None:
+        for sequence in inbox:
+            self._by_id[sequence.request.request_id] = sequence
+            self._scheduler.waiting.append(sequence)
+        for sequence, error in loads:
+            self._begin_running(sequence, error)
+        for request_id in cancelled:
+            if (sequence := self._by_id.get(request_id)) is not None:
+                self._finish(sequence, FinishReason.ABORT)
+        for sequence in self._scheduler.admit():
+            self._begin_loading(sequence)
+
+    def _begin_loading(self, sequence: Sequence) -> None:
+        if sequence.admitted is None:
+            sequence.admitted = self._clock()
+        request = sequence.request
+        lease = self._store.begin(
+            sequence.tokens, request.namespace, use_cache=request.use_cache and self._config.cache_enabled
+        )
+        sequence.lease = lease
+
+        def load() -> None:
+            error: Exception | None = None
+            try:
+                self._store.load(lease)
+            except Exception as caught:
+                error = caught
+            with self._wake:
+                self._loads_done.append((sequence, error))
+                self._wake.notify_all()
+
+        self._loaders.submit(load)
+
+    def _begin_running(self, sequence: Sequence, error: Exception | None) -> None:
+        lease = sequence.lease
+        assert lease is not None
+        if sequence.finish_reason is not None:  # cancelled while loading: the lease could not end before the load
+            self._store.release(lease)
+            return
+        if error is not None:
+            log.error("loading a prefix failed; computing it instead", exc_info=error)
+            self._store.release(lease)
+            lease = sequence.lease = self._store.begin(sequence.tokens, sequence.request.namespace, use_cache=False)
+        self._scheduler.loaded(sequence)
+        sequence.computed = lease.hit_tokens
+        if sequence.cache is None:
+            hits = lease.hits
+            sequence.cache = CacheReport(
+                prompt_tokens=sequence.prompt_length,
+                gpu=hits.get(TierName.GPU, 0),
+                cpu=hits.get(TierName.CPU, 0),
+                disk=hits.get(TierName.DISK, 0),
+            )
+            sequence.emit(Started(sequence.cache))
+
+    def _step(self) -> None:
+        plan = self._scheduler.plan()
+        if not plan:
+            self._resolve_stall()
+            return
+        started = self._clock()
+        try:
+            logits = self._runner.forward([self._work(item) for item in plan])
+            self._advance(plan, logits)
+        except Exception:
+            log.exception("an engine step failed; its requests are ended")
+            for item in plan:
+                self._fail(item.sequence, EngineError("the engine failed on this request; see the server's log"))
+        decodes = sum(item.n_tokens == 1 for item in plan)
+        tokens = sum(item.n_tokens for item in plan)
+        self._observer.step_finished(self._clock() - started, tokens - decodes, decodes)
+
+    def _resolve_stall(self) -> None:
+        """Nothing could be planned. With loads in flight that passes; otherwise no page will ever come free."""
+        scheduler = self._scheduler
+        if scheduler.loading:
+            with self._wake:
+                if not self._loads_done:
+                    self._wake.wait(timeout=0.05)
+        elif scheduler.running:
+            self._fail(
+                scheduler.running[0],
+                EngineOverloaded(
+                    "the KV arena has no room for this request; retry later, unpin prefixes or raise "
+                    "[prefix_cache].device_cache_gb"
+                ),
+            )
+
+    def _work(self, item: Scheduled) -> Work:
+        sequence = item.sequence
+        assert sequence.lease is not None
+        start, end = sequence.computed, sequence.computed + item.n_tokens
+        ends_prompt = item.last and end == sequence.prompt_length
+        if ends_prompt and item.n_tokens > 1 and self._config.cache_enabled and self._probe_heads:
+            sequence.probe = ProbeSink(self._probe_heads, min(OBSERVATION_WINDOW, item.n_tokens))
+        return Work(
+            token_ids=sequence.tokens[start:end],
+            start=start,
+            pages=sequence.lease.pages,
+            wants_logits=item.last,
+            probe=sequence.probe if ends_prompt else None,
+        )
+
+    def _advance(self, plan: list[Scheduled], logits: torch.Tensor) -> None:
+        row = 0
+        greedy = logits.argmax(-1).tolist() if len(logits) else []
+        for item in plan:
+            sequence = item.sequence
+            last = item.last
+            before = sequence.computed
+            sequence.computed += item.n_tokens
+            assert sequence.lease is not None
+            chunk = self._arena.layout.chunk_size
+            if sequence.computed // chunk > before // chunk:
+                self._store.publish(sequence.lease, sequence.tokens, sequence.computed)
+            if not last:
+                continue
+            if sequence.sampler.is_plain_greedy:
+                token = greedy[row]
+                sequence.sampler.note(token)
+            else:
+                token = sequence.sampler.sample(logits[row])
+            row += 1
+            self._append(sequence, token)
+
+    def _append(self, sequence: Sequence, token: int) -> None:
+        now = self._clock()
+        if sequence.first_token is None:
+            sequence.first_token = now
+        sequence.last_token = now
+        sequence.tokens.append(token)
+        sampling = sequence.request.sampling
+        is_end = token in sampling.stop_token_ids or (
+            token in self._loaded.eos_token_ids and not sampling.ignore_eos
+        )
+        text = "" if is_end else sequence.detokeniser.add(token)
+        reason: FinishReason | None = None
+        if is_end or sequence.detokeniser.stopped:
+            reason = FinishReason.STOP
+        elif sequence.answer_length >= sampling.max_tokens or len(sequence.tokens) >= self.max_model_len:
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            text += sequence.detokeniser.finish()
+        sequence.emit(Delta(text, (token,), reason))
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        sequence.emit(error)
+        self._finish(sequence, FinishReason.ERROR)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence, whatever the ending: keep what it computed, give its lease back, report it."""
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        was_loading = sequence.state is SequenceState.LOADING
+        self._scheduler.remove(sequence)
+        self._by_id.pop(sequence.request.request_id, None)
+        if sequence.lease is not None and not was_loading:
+            try:
+                if reason is not FinishReason.ERROR:
+                    self._keep(sequence)
+            finally:
+                self._store.release(sequence.lease)
+        self._report(sequence, reason)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Publish the computed tokens and measure which prompt tokens mattered, off the answer's critical path."""
+        lease, probe = sequence.lease, sequence.probe
+        assert lease is not None
+        self._store.publish(lease, sequence.tokens, sequence.computed, final=True)
+        if probe is not None and probe.queries and sequence.computed >= sequence.prompt_length:
+            scores = self._runner.probe_scores(probe, lease.pages, sequence.prompt_length)
+            self._store.record_importance(lease, scores)
+
+    def _report(self, sequence: Sequence, reason: FinishReason) -> None:
+        first, last, count = sequence.first_token, sequence.last_token, sequence.answer_length
+        tpot = (last - first) / (count - 1) if first is not None and last is not None and count > 1 else None
+        admitted = sequence.admitted if sequence.admitted is not None else self._clock()
+        self._observer.request_finished(
+            RequestReport(
+                request_id=sequence.request.request_id,
+                cache=sequence.cache or CacheReport(sequence.prompt_length),
+                completion_tokens=count,
+                finish_reason=reason,
+                queue_s=admitted - sequence.submitted,
+                ttft_s=None if first is None else first - sequence.submitted,
+                tpot_s=tpot,
+            )
+        )
+
+    def _end_all(self, error: EngineError) -> None:
+        with self._wake:
+            pending, self._inbox = self._inbox, []
+        for sequence in pending:
+            self._by_id[sequence.request.request_id] = sequence
+        for sequence in list(self._by_id.values()):
+            sequence.emit(error)
+            self._finish(sequence, FinishReason.ABORT)
+
+
+def spread_heads(count: int, heads: int, kv_heads: int) -> list[int]:
+    """``count`` query heads, spread over the KV groups first (IMPRESS probes heads; groups share keys)."""
+    per_kv = heads // kv_heads
+    order = [kv * per_kv + i for i in range(per_kv) for kv in range(kv_heads)]
+    return sorted(order[:count])
+

@@ -1,0 +1,118 @@
+"""What runs in the next step: admission, chunked prefill at chunk boundaries, decodes every step, preemption."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from gateway.engine.sequence import Sequence, SequenceState
+from kvstore.store import PrefixStore
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """``n_tokens`` of a sequence from its ``computed`` position on; ``last`` when its logits are needed."""
+
+    sequence: Sequence
+    n_tokens: int
+
+    @property
+    def last(self) -> bool:
+        return self.n_tokens == self.sequence.remaining
+
+
+class Scheduler:
+    """Queues and the plan of a step. Owned by the engine thread.
+
+    Every running sequence that decodes takes part in every step. Prefill is first come, first served under a
+    token budget, and a piece never crosses a chunk boundary, so that a hit and a cold run compute the same pieces.
+
+    Args:
+        store: where page tables grow.
+        chunk_size: tokens a page.
+        max_batch_size: sequences admitted (running or loading) at once.
+        prefill_tokens: prefill budget of a step; 0 = one chunk while others decode, two otherwise.
+    """
+
+    def __init__(self, store: PrefixStore, *, chunk_size: int, max_batch_size: int, prefill_tokens: int = 0) -> None:
+        self._store = store
+        self._chunk_size = chunk_size
+        self._max_batch_size = max_batch_size
+        self._prefill_tokens = prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.loading: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._crowded = False  # set by a preemption: admitting again before a page comes free would thrash
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into loading while there is room; the caller looks their prefixes up."""
+        admitted: list[Sequence] = []
+        if self._crowded and self.running:
+            return admitted
+        while self.waiting and len(self.running) + len(self.loading) < self._max_batch_size:
+            sequence = self.waiting.popleft()
+            sequence.state = SequenceState.LOADING
+            self.loading.append(sequence)
+            admitted.append(sequence)
+        return admitted
+
+    def loaded(self, sequence: Sequence) -> None:
+        self.loading.remove(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running.append(sequence)
+
+    def plan(self) -> list[Scheduled]:
+        """The next step. Sequences for which no page can be had are preempted, youngest first."""
+        plan: list[Scheduled] = []
+        for sequence in [s for s in self.running if s.decoding]:
+            if sequence.state is SequenceState.RUNNING and self._make_room(sequence, 1, plan):
+                plan.append(Scheduled(sequence, 1))
+        budget = self._prefill_tokens or self._chunk_size * (1 if plan else 2)
+        for sequence in [s for s in self.running if not s.decoding]:
+            if budget <= 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            to_boundary = self._chunk_size - sequence.computed % self._chunk_size
+            n_tokens = min(sequence.remaining, to_boundary)
+            if plan and n_tokens > budget:
+                break
+            if self._make_room(sequence, n_tokens, plan):
+                plan.append(Scheduled(sequence, n_tokens))
+                budget -= n_tokens
+        return plan
+
+    def _make_room(self, sequence: Sequence, n_tokens: int, plan: list[Scheduled]) -> bool:
+        """Grow the page table; younger sequences not yet in the plan give way. False: wait for older ones."""
+        assert sequence.lease is not None
+        while not self._store.reserve(sequence.lease, sequence.computed + n_tokens):
+            planned = {id(item.sequence) for item in plan}
+            younger = self.running[self.running.index(sequence) + 1 :]
+            victim = next((s for s in reversed(younger) if id(s) not in planned), None)
+            if victim is None:
+                return False
+            self.preempt(victim)
+        return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Give its pages back and queue it first; what it computed stays cached, so little is lost."""
+        assert sequence.lease is not None
+        self._store.publish(sequence.lease, sequence.tokens, sequence.computed, final=True)
+        self._store.release(sequence.lease)
+        sequence.lease = None
+        sequence.computed = 0
+        sequence.state = SequenceState.WAITING
+        self.running.remove(sequence)
+        self.waiting.appendleft(sequence)
+        self._crowded = True
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished or cancelled sequence, wherever it is."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self._crowded = False
+        elif sequence in self.loading:
+            self.loading.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED

@@ -1,0 +1,130 @@
+"""The engine's contract with the HTTP layer: what goes in, what comes out, what can go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"  # cancelled by the caller; never sent to a client
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Already validated sampling settings of one sequence (ranges as in the OpenAI and vLLM APIs).
+
+    ``temperature == 0`` is greedy. ``max_tokens`` is a count that fits the context (the API layer clamps).
+    ``stop_token_ids`` adds to the model's own end tokens. ``logit_bias`` maps token id to [-100, 100].
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    request_id: str  # fresh and unique: never the client's own id
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    namespace: str = ""  # tenant namespace of the prefix cache, derived in the server
+    use_cache: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """Where the prompt's KV came from, in tokens. ``gpu + cpu + disk == cached_tokens <= prompt_tokens - 1``."""
+
+    prompt_tokens: int
+    gpu: int = 0
+    cpu: int = 0
+    disk: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.gpu + self.cpu + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """First event of every request: the prefix was looked up and loaded, computing begins."""
+
+    cache: CacheReport
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A piece of the answer. ``text`` is always whole characters and never part of a stop string."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """One finished request, for the log line and the histograms. Times in seconds."""
+
+    request_id: str
+    cache: CacheReport
+    completion_tokens: int
+    finish_reason: FinishReason
+    queue_s: float  # submit -> admitted
+    ttft_s: float | None  # submit -> first token; None when none was made
+    tpot_s: float | None  # mean gap between tokens after the first; None below two tokens
+
+
+class EngineError(Exception):
+    """Base of what the engine raises to callers; ``status`` is the HTTP status the API layer answers."""
+
+    status = 500
+    code = "engine_error"
+
+
+class ContextLengthExceeded(EngineError):
+    status = 400
+    code = "context_length_exceeded"
+
+
+class EngineOverloaded(EngineError):
+    """No room to queue (or no memory for the request right now): retry later."""
+
+    status = 503
+    code = "engine_overloaded"
+    retry_after_s = 1
+
+
+class EngineClosed(EngineError):
+    status = 503
+    code = "shutting_down"
+    retry_after_s = 5
+
+
+class EngineObserver(Protocol):
+    """Called from the engine thread: must be quick and never raise."""
+
+    def request_finished(self, report: RequestReport) -> None: ...
+
+    def step_finished(self, seconds: float, prefill_tokens: int, decode_tokens: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    running: int
+    waiting: int
+    loading: int
