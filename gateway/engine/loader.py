@@ -41,7 +41,8 @@ class LoadedModel:
     geometry: Geometry
     dtype: torch.dtype
     device: torch.device
-    max_model_len: int
+    max_model_len: int  # what is served: [model].max_model_len, or the model's own limit
+    position_limit: int  # the model's own limit
     vocab_size: int
     eos_token_ids: frozenset[int]
     source: str
@@ -50,7 +51,8 @@ class LoadedModel:
     def config_dict(self) -> dict[str, Any]:
         """The model config without keys that say where it lies or which library wrote it."""
         volatile = ("_name_or_path", "transformers_version", "_attn_implementation", "_from_model_config")
-        return {k: v for k, v in self.model.config.to_dict().items() if k not in volatile}
+        plain = json.loads(self.model.config.to_json_string(use_diff=False))
+        return {k: v for k, v in plain.items() if k not in volatile}
 
     @property
     def tokenizer_json(self) -> bytes:
@@ -108,6 +110,7 @@ def load_model(name: str, *, dtype: str = "auto", max_model_len: int = 0, cache_
         dtype=torch_dtype,
         device=device,
         max_model_len=wanted,
+        position_limit=limit,
         vocab_size=int(config.get_text_config().vocab_size),
         eos_token_ids=_eos_ids(model, tokenizer),
         source=source,
@@ -227,7 +230,3 @@ def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__
 
-
-def config_json(config: dict[str, Any]) -> str:
-    """Canonical JSON of a model config (keys sorted, no spaces), for the identity."""
-    return json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)

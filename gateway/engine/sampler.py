@@ -37,7 +37,7 @@ class Sampler:
             self._counts = torch.zeros(vocab_size, device=device)
         if params.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self._seen[torch.tensor(prompt_ids, device=device)] = True
+            self._seen[torch.tensor(prompt_ids, dtype=torch.long, device=device)] = True
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=device)

@@ -60,12 +60,21 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     ),
     "mamba": (MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2), "AttentionInterface"),
     "t5": (T5Config(vocab_size=VOCAB, d_model=32, num_layers=2, num_heads=2, d_kv=16, d_ff=32), "encoder-decoder"),
-    "llama-dynamic-rope": (
-        LlamaConfig(**_SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0,
-                                               "original_max_position_embeddings": 256}),
-        "RoPE",
+    "phi3-longrope": (
+        Phi3Config(
+            **_SIZES,
+            original_max_position_embeddings=256,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 256,
+            },
+        ),
+        "set [model].max_model_len to 256 or less",
     ),
-}  # fmt: skip
+}
 
 
 def save_model(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
@@ -80,6 +89,6 @@ def save_model(config: PreTrainedConfig, folder: Path, seed: int = 0) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.25 if "embed" not in name and "wte" not in name else 1.0)
+                parameter.normal_(0, 1.0 if any(part in name for part in ("embed", "wte", "wpe")) else 0.25)
     model.save_pretrained(folder)
     return folder

@@ -1,0 +1,259 @@
+"""The LMDB environment of the disk tier and the two files beside it: the lock and the shutdown marker.
+
+What survives what. A killed process loses nothing that was committed: the pages are in the system's page cache.
+A crash of the system may tear an environment that does not sync on commit, so a marker names the boot it was
+written under, and an environment that was left open under another boot is emptied. With ``durable`` every commit
+is synced and only the last transaction may be lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import lmdb
+
+FORMAT_VERSION = 1
+
+_DATA, _READERS, _LOCK, _MARKER = "data.mdb", "lock.mdb", "kvstore.lock", "kvstore.json"
+_READER_TABLE_BYTES = 64 * 1024
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_DATABASES = (b"chunks", b"tokens", b"values", b"meta")
+
+_log = logging.getLogger(__name__)
+
+
+class StoreInUse(Exception):
+    """Another process (or another tier of this one) has the folder open."""
+
+
+class DiskUnavailable(Exception):
+    """The folder cannot hold a disk tier. The message says why and what to do."""
+
+
+class DiskEnvironment:
+    """One opened store folder. Transactions are context managers; ``close`` waits for those still running.
+
+    Raises StoreInUse or DiskUnavailable.
+    """
+
+    def __init__(self, directory: Path, map_size: int, durable: bool) -> None:
+        self.directory = directory
+        self.unclean = False  # the last process did not close the store
+        self._map_size = map_size
+        self._durable = durable
+        self._gate = threading.Condition()
+        self._readers = 0
+        self._env: lmdb.Environment | None = None
+        self._dbs: dict[bytes, lmdb._Database] = {}
+        self._lock_fd = _take_folder(directory)
+        try:
+            self._recover()
+            self._open()
+        except BaseException as error:
+            os.close(self._lock_fd)
+            if isinstance(error, (OSError, lmdb.Error)):
+                raise unavailable(directory, error) from error
+            raise
+
+    def db(self, name: bytes) -> lmdb._Database:
+        return self._dbs[name]
+
+    @property
+    def page_bytes(self) -> int:
+        return int(self._opened().stat()["psize"])
+
+    @contextmanager
+    def read(self) -> Iterator[lmdb.Transaction]:
+        """A short read transaction whose values are memoryviews of the map, dead when it ends. Raises lmdb.Error."""
+        with self._gate:
+            env = self._opened()
+            self._readers += 1
+        try:
+            with env.begin(buffers=True) as txn:
+                yield txn
+        finally:
+            with self._gate:
+                self._readers -= 1
+                self._gate.notify_all()
+
+    @contextmanager
+    def write(self) -> Iterator[lmdb.Transaction]:
+        """The write transaction; aborted by any exception. The caller sees to it that there is only one writer."""
+        with self._opened().begin(write=True) as txn:
+            yield txn
+
+    def reopen(self, *, empty: bool = False) -> None:
+        """Close and open again, which clears an LMDB panic; ``empty`` deletes all content on the way.
+
+        Not while a write transaction is open. Raises lmdb.Error or OSError; the store then stays closed until the
+        next attempt.
+        """
+        self._close_env()
+        if empty:
+            self._delete()
+        self._open()
+
+    def close(self) -> None:
+        """Sync, mark the shutdown as clean and let go of the folder."""
+        if self._lock_fd < 0:
+            return
+        try:
+            if self._env is not None:
+                self._env.sync(True)
+                self._close_env()
+                self._mark("clean")
+        except (lmdb.Error, OSError) as error:
+            self._close_env()
+            _log.warning("disk cache %s could not be closed cleanly: %s", self.directory, error)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+
+    def _opened(self) -> lmdb.Environment:
+        if self._env is None:
+            raise lmdb.Error("the disk cache is closed")
+        return self._env
+
+    def _open(self) -> None:
+        try:
+            self._open_env()
+        except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError) as error:
+            _log.warning("disk cache %s is damaged and starts empty: %s", self.directory, error)
+            self._delete()
+            self._open_env()
+
+    def _open_env(self) -> None:
+        _allocate(self.directory / _READERS, _READER_TABLE_BYTES)
+        env = lmdb.open(
+            str(self.directory),
+            map_size=self._map_size,
+            max_dbs=len(_DATABASES),
+            readahead=True,  # without it a cold read is many times slower
+            writemap=False,  # with it a full disk ends the process with SIGBUS
+            meminit=False,
+            sync=self._durable,
+            metasync=False,
+        )
+        try:
+            self._dbs = {name: env.open_db(name) for name in _DATABASES}
+        except lmdb.Error:
+            env.close()
+            raise
+        with self._gate:
+            self._env = env
+
+    def _close_env(self) -> None:
+        with self._gate:
+            env, self._env = self._env, None
+            # The map must not go while somebody copies from it.
+            self._gate.wait_for(lambda: self._readers == 0)
+        if env is not None:
+            env.close()
+
+    def _recover(self) -> None:
+        """Decide from the marker alone, before LMDB looks at a file that a crash may have torn."""
+        found = self._read_marker()
+        reason = ""
+        if found is None:
+            if (self.directory / _DATA).exists():
+                raise DiskUnavailable(
+                    f"{self.directory} holds an LMDB file that is not a KV store: choose an empty folder"
+                )
+        elif found.get("format") != FORMAT_VERSION:
+            reason = f"it has format {found.get('format')}, this version writes {FORMAT_VERSION}"
+        elif found.get("state") != "clean":
+            self.unclean = True
+            boot = _boot_id()
+            if not found.get("durable") and (not boot or found.get("boot") != boot):
+                reason = "the system went down while it was open, and it was not synced"
+        if reason:
+            _log.warning("disk cache %s starts empty: %s", self.directory, reason)
+            self._delete()
+        self._mark("open")
+
+    def _delete(self) -> None:
+        for name in (_DATA, _READERS):
+            (self.directory / name).unlink(missing_ok=True)
+
+    def _read_marker(self) -> dict[str, object] | None:
+        try:
+            found = json.loads((self.directory / _MARKER).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _mark(self, state: str) -> None:
+        """Write the marker so that either the old or the new one is there after a crash, and on the disk."""
+        marker = {"format": FORMAT_VERSION, "state": state, "boot": _boot_id(), "durable": self._durable}
+        fresh = self.directory / f"{_MARKER}.new"
+        with fresh.open("w") as file:
+            json.dump(marker, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(self.directory / _MARKER)
+        folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def unavailable(directory: Path, error: Exception) -> DiskUnavailable:
+    return DiskUnavailable(
+        f"the disk cache folder {directory} cannot be used: {error}. Make it writable for this user, free space "
+        f"there, choose another folder, or leave the disk tier out."
+    )
+
+
+def _take_folder(directory: Path) -> int:
+    """Make the folder and lock it; the lock goes with the process, however it ends. Returns the lock's descriptor."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise unavailable(directory, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+    except OSError as error:
+        owner = os.pread(descriptor, 20, 0).decode("ascii", "replace")
+        os.close(descriptor)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise unavailable(directory, error) from error
+        raise StoreInUse(
+            f"the disk cache folder {directory} is in use by process {owner or 'unknown'}: stop that process, or "
+            f"give each server its own folder"
+        ) from error
+    return descriptor
+
+
+def _allocate(path: Path, size: int) -> None:
+    """Give LMDB's reader table real blocks: it is written through a map, where a full disk would be SIGBUS."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        # Some file systems cannot; they then behave as without this precaution.
+        with suppress(AttributeError):
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _boot_id() -> str:
+    """Changes with every start of the system; empty where the system does not tell."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
