@@ -143,7 +143,7 @@ def verified_payload(value: memoryview, record: ChunkRecord, tokens_sum: int, sp
     if header.payload_bytes != span.payload_bytes or len(value) - HEADER_BYTES != span.payload_bytes:
         raise IntegrityError("length", f"{len(value) - HEADER_BYTES} payload bytes instead of {span.payload_bytes}")
     payload: Bytes = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
-    if xxhash.xxh3_64_intdigest(payload) != header.payload_sum:
+    if xxhash.xxh3_64_intdigest(payload.data) != header.payload_sum:
         raise IntegrityError("checksum", f"payload of group {span.index} does not match its checksum")
     return payload
 

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import xxhash
 
@@ -146,7 +145,8 @@ def weights_fingerprint(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> by
     return total.digest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes without a copy when it is contiguous on the host; bf16 and fp8 have no numpy type."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy()
+    view: memoryview = flat.numpy().data
+    return view

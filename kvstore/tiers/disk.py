@@ -39,6 +39,8 @@ MIN_FREE_BYTES = 256 * 1024 * 1024
 RETRY_SECONDS = 5.0
 
 _LMDB_VALUE_HEAD = 16  # LMDB's own bytes before a value that has pages of its own
+_GROUP = struct.Struct(">H")  # big-endian: a chunk's values are neighbours, in order
+_MAP_FULL_BUDGET = 0.9
 _MAP_SLACK = 16 * 1024 * 1024  # tree pages, and the copy-on-write of small stores
 
 _log = logging.getLogger(__name__)
@@ -85,16 +87,18 @@ class DiskTier:
     ) -> None:
         self._layout = layout
         self._identity = identity
+        self._identity_parts = json.dumps(dict(identity_parts or {})).encode()
         self._capacity = capacity_bytes
+        self._budget = capacity_bytes  # less than the capacity after the map was too fragmented to use it all
         folder = Path(directory).expanduser()
         self._env = DiskEnvironment(folder, max(capacity_bytes * 3 // 2, capacity_bytes + _MAP_SLACK), durable)
         self._health = WriteHealth(folder, min_free_bytes, retry_seconds, clock)
         self._write_lock = threading.RLock()
         self._traffic_lock = threading.Lock()
-        self._panicked = False
         self._sizes: dict[bytes, int] = {}  # stored bytes of every chunk that can be asked for
         self._doomed: dict[bytes, int] = {}  # dropped, but not yet gone from the file
         self._used = 0  # of both
+        self._found_identities: set[bytes] = set()  # of the chunks that were here at the start
         self.traffic = DiskTraffic()
         largest = max(span.payload_bytes for span in group_spans(layout, layout.chunk_size))
         self._buffer: Bytes = np.zeros(HEADER_BYTES + largest, np.uint8)  # under the write lock
@@ -104,7 +108,7 @@ class DiskTier:
         except lmdb.Error as error:
             self._env.close()
             raise unavailable(folder, error) from error
-        self._remember_identity(identity_parts or {})
+        self._remember_identity()
 
     @property
     def unclean(self) -> bool:
@@ -213,12 +217,17 @@ class DiskTier:
         with self._write_lock:
             if not self._health.may_write() or not self._delete_doomed():
                 return PutOutcome.READ_ONLY
-            if self._used - self._sizes.get(record.key, 0) + size > self._capacity:
+            # LMDB reuses the pages of a drop only in the second transaction after it: with no room to grow, a
+            # retry needs this small one in between.
+            if self._health.detail and not self._transact(self._write_identity):
+                return PutOutcome.READ_ONLY
+            if self._used - self._sizes.get(record.key, 0) + size > self._budget:
                 return PutOutcome.FULL
             started = time.perf_counter()
             row = ChunkRow(record, stats, size)
             if not self._transact(lambda txn: self._write_chunk(txn, row, tokens, source)):
                 return PutOutcome.READ_ONLY
+            self._health.succeeded()
             self._used += size - self._sizes.get(record.key, 0)
             self._sizes[record.key] = size
             with self._traffic_lock:
@@ -252,13 +261,17 @@ class DiskTier:
     def clear(self) -> None:
         """Delete everything and give the space back to the file system."""
         with self._write_lock:
+            self._doomed.update(self._sizes)
+            self._sizes.clear()
             try:
                 self._env.reopen(empty=True)
             except (lmdb.Error, OSError) as error:
-                self._write_failed(error)
-            self._sizes.clear()
+                self._health.failed(str(error))
+                return
             self._doomed.clear()
             self._used = 0
+            self._budget = self._capacity
+            self._remember_identity()
 
     def close(self) -> None:
         with self._write_lock:
@@ -269,20 +282,14 @@ class DiskTier:
     def _transact(self, work: Callable[[lmdb.Transaction], None]) -> bool:
         """Run one write transaction. False when it failed: then nothing of it is stored and the tier is read-only."""
         try:
-            if self._panicked:  # LMDB refuses all writes after a failed write of its root until it is opened anew
-                self._env.reopen()
-                self._panicked = False
             with self._env.write() as txn:
                 work(txn)
         except (lmdb.Error, OSError) as error:
-            self._write_failed(error)
+            if isinstance(error, lmdb.MapFullError):  # fragmented: only a smaller budget makes the caller drop
+                self._budget = min(self._budget, int(self._used * _MAP_FULL_BUDGET))
+            self._health.failed(str(error))
             return False
-        self._health.succeeded()
         return True
-
-    def _write_failed(self, error: Exception) -> None:
-        self._panicked = self._panicked or isinstance(error, (lmdb.PanicError, OSError))
-        self._health.failed(str(error))
 
     def _write_chunk(self, txn: lmdb.Transaction, row: ChunkRow, tokens: bytes, source: Bytes) -> None:
         record = row.record
@@ -302,7 +309,7 @@ class DiskTier:
             n_tokens=record.n_tokens,
             group=span.index,
             payload_bytes=span.payload_bytes,
-            payload_sum=xxhash.xxh3_64_intdigest(payload),
+            payload_sum=xxhash.xxh3_64_intdigest(payload.data),
             tokens_sum=tokens_sum,
         )
         value = self._buffer[: HEADER_BYTES + span.payload_bytes]
@@ -332,7 +339,7 @@ class DiskTier:
         for key in self._doomed:
             with txn.cursor(db=self._env.db(b"values")) as cursor:
                 found = cursor.set_range(key)
-                while found and bytes(cursor.key()).startswith(key):
+                while found and bytes(cursor.key())[: -_GROUP.size] == key:
                     found = cursor.delete()  # moves to the next one
             txn.delete(key, db=self._env.db(b"tokens"))
             txn.delete(key, db=self._env.db(b"chunks"))
@@ -346,6 +353,7 @@ class DiskTier:
                 self._doomed[key] = 0
             else:
                 self._sizes[key] = row.stored_bytes
+                self._found_identities.add(row.record.identity)
         self._used = sum(self._sizes.values())
         if self._doomed:
             _log.warning("disk cache %s: %d damaged entries are dropped", self._env.directory, len(self._doomed))
@@ -356,13 +364,20 @@ class DiskTier:
             raw = [(bytes(key), bytes(row)) for key, row in txn.cursor(db=self._env.db(b"chunks"))]
         return [(key, ChunkRow.unpack(key, row)) for key, row in raw]
 
-    def _remember_identity(self, parts: Mapping[str, str]) -> None:
-        packed = json.dumps(dict(parts)).encode()
-        self._transact(lambda txn: txn.put(self._identity, packed, db=self._env.db(b"meta")) and None)
+    def _remember_identity(self) -> None:
+        """Keep the parts of our identity, and those of others only while chunks of theirs are here."""
+        self._transact(self._write_identity)
+
+    def _write_identity(self, txn: lmdb.Transaction) -> None:
+        meta = self._env.db(b"meta")
+        known = {bytes(key) for key in txn.cursor(db=meta).iternext(values=False)}
+        for digest in known - self._found_identities:
+            txn.delete(digest, db=meta)
+        txn.put(self._identity, self._identity_parts, db=meta)
 
     def _value_bytes(self, n_tokens: int) -> int:
         return self._layout.payload_bytes(n_tokens) + HEADER_BYTES * len(self._layout.groups)
 
 
 def _value_key(key: bytes, group: int) -> bytes:
-    return key + struct.pack(">H", group)  # big-endian: a chunk's values are neighbours, in order
+    return key + _GROUP.pack(group)

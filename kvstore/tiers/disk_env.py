@@ -51,12 +51,16 @@ class DiskEnvironment:
         self._durable = durable
         self._gate = threading.Condition()
         self._readers = 0
+        self._panicked = False
         self._env: lmdb.Environment | None = None
         self._dbs: dict[bytes, lmdb._Database] = {}
         self._lock_fd = _take_folder(directory)
         try:
             self._recover()
             self._open()
+            if durable:  # what an earlier process left unsynced is safe from here on too
+                self._opened().sync(True)
+                self._mark("open", synced=True)
         except BaseException as error:
             os.close(self._lock_fd)
             if isinstance(error, (OSError, lmdb.Error)):
@@ -71,7 +75,7 @@ class DiskEnvironment:
         return int(self._opened().stat()["psize"])
 
     @contextmanager
-    def read(self) -> Iterator[lmdb.Transaction]:
+    def read(self) -> Iterator[lmdb.Transaction[memoryview]]:
         """A short read transaction whose values are memoryviews of the map, dead when it ends. Raises lmdb.Error."""
         with self._gate:
             env = self._opened()
@@ -86,20 +90,30 @@ class DiskEnvironment:
 
     @contextmanager
     def write(self) -> Iterator[lmdb.Transaction]:
-        """The write transaction; aborted by any exception. The caller sees to it that there is only one writer."""
-        with self._opened().begin(write=True) as txn:
-            yield txn
+        """The write transaction; aborted by any exception. The caller sees to it that there is only one writer.
+
+        Raises lmdb.Error, or OSError when the environment had to be opened anew and could not be.
+        """
+        if self._lock_fd >= 0 and (self._panicked or self._env is None):
+            self.reopen()
+        try:
+            with self._opened().begin(write=True) as txn:
+                yield txn
+        except lmdb.PanicError:  # LMDB could not write its root page and refuses everything until opened anew
+            self._panicked = True
+            raise
 
     def reopen(self, *, empty: bool = False) -> None:
-        """Close and open again, which clears an LMDB panic; ``empty`` deletes all content on the way.
+        """Close and open again; ``empty`` deletes all content on the way.
 
-        Not while a write transaction is open. Raises lmdb.Error or OSError; the store then stays closed until the
-        next attempt.
+        Not while a write transaction is open. Raises lmdb.Error or OSError; the store is then closed, and the next
+        write opens it.
         """
         self._close_env()
         if empty:
             self._delete()
         self._open()
+        self._panicked = False
 
     def close(self) -> None:
         """Sync, mark the shutdown as clean and let go of the folder."""
@@ -109,7 +123,7 @@ class DiskEnvironment:
             if self._env is not None:
                 self._env.sync(True)
                 self._close_env()
-                self._mark("clean")
+                self._mark("clean", synced=True)
         except (lmdb.Error, OSError) as error:
             self._close_env()
             _log.warning("disk cache %s could not be closed cleanly: %s", self.directory, error)
@@ -171,12 +185,12 @@ class DiskEnvironment:
         elif found.get("state") != "clean":
             self.unclean = True
             boot = _boot_id()
-            if not found.get("durable") and (not boot or found.get("boot") != boot):
+            if not found.get("synced") and (not boot or found.get("boot") != boot):
                 reason = "the system went down while it was open, and it was not synced"
         if reason:
             _log.warning("disk cache %s starts empty: %s", self.directory, reason)
             self._delete()
-        self._mark("open")
+        self._mark("open", synced=False)
 
     def _delete(self) -> None:
         for name in (_DATA, _READERS):
@@ -191,9 +205,9 @@ class DiskEnvironment:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _mark(self, state: str) -> None:
+    def _mark(self, state: str, *, synced: bool) -> None:
         """Write the marker so that either the old or the new one is there after a crash, and on the disk."""
-        marker = {"format": FORMAT_VERSION, "state": state, "boot": _boot_id(), "durable": self._durable}
+        marker = {"format": FORMAT_VERSION, "state": state, "boot": _boot_id(), "synced": synced}
         fresh = self.directory / f"{_MARKER}.new"
         with fresh.open("w") as file:
             json.dump(marker, file)

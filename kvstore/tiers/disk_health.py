@@ -13,9 +13,7 @@ _log = logging.getLogger(__name__)
 class WriteHealth:
     """Read-only after a failed write, tried again after ``retry_seconds``; one log line a change of state."""
 
-    def __init__(
-        self, directory: Path, min_free_bytes: int, retry_seconds: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, directory: Path, min_free_bytes: int, retry_seconds: float, clock: Callable[[], float]) -> None:
         self.detail = ""  # why the tier is read-only; empty when it writes
         self._directory = directory
         self._min_free_bytes = min_free_bytes
@@ -32,21 +30,18 @@ class WriteHealth:
         """Looks at the free space too, since a disk filled to the last byte hurts everybody on it."""
         if self.waiting:
             return False
-        try:
-            free = shutil.disk_usage(self._directory).free
-        except OSError as error:
-            self.failed(str(error))
-            return False
-        if free >= self._min_free_bytes:
+        if self._free_bytes() >= self._min_free_bytes:
             return True
-        self.failed(f"{free / 2**20:.0f} MiB are free there, below the floor of {self._min_free_bytes / 2**20:.0f} MiB")
+        self.failed(f"less than the floor of {self._min_free_bytes / 2**20:.0f} MiB is free")
         return False
 
-    def failed(self, detail: str) -> None:
+    def failed(self, reason: str) -> None:
+        # LMDB reports a full disk as "Input/output error" too, so the free space is part of the story.
+        detail = f"{reason} ({self._free_bytes() / 2**20:.0f} MiB free)"
         if not self.detail:
             _log.warning(
-                "disk cache %s is read-only: %s. It keeps serving what it has and tries again every %g s; free "
-                "space there or make the folder writable.",
+                "disk cache %s is read-only: %s. It serves what it has and tries again every %g s; free space "
+                "there or make the folder writable.",
                 self._directory,
                 detail,
                 self._retry_seconds,
@@ -58,3 +53,9 @@ class WriteHealth:
         if self.detail:
             _log.warning("disk cache %s is writable again", self._directory)
         self.detail = ""
+
+    def _free_bytes(self) -> int:
+        try:
+            return shutil.disk_usage(self._directory).free
+        except OSError:  # the folder is gone
+            return 0

@@ -81,7 +81,8 @@ class HostTier:
                 return PutOutcome.FULL
             memory = self._memory(slab)
         np.copyto(memory[: source.size], source)
-        entry = _Entry(slab, memory, record, tokens, xxhash.xxh3_64_intdigest(source))
+        checksum = xxhash.xxh3_64_intdigest(source.data)
+        entry = _Entry(slab, memory, record, tokens, checksum)
         with self._lock:
             self._retire(record.key)
             self._entries[record.key] = entry
@@ -96,7 +97,7 @@ class HostTier:
             checksum = xxhash.xxh3_64()
             for span in group_spans(self._layout, record.n_tokens):
                 part = entry.memory[span.start : span.stop]
-                checksum.update(part)  # group by group: the copy then finds the bytes in the cores' cache
+                checksum.update(part.data)  # group by group: the copy then finds the bytes in the cores' cache
                 copy_group(self._layout, part, record.n_tokens, target, span)
             if checksum.intdigest() != entry.checksum:
                 raise IntegrityError("checksum", "payload in host memory does not match its checksum")
@@ -118,7 +119,7 @@ class HostTier:
             self._slabs = 0
             region, self._region = self._region, torch.empty(0, dtype=torch.uint8)
             if self._pinned:
-                torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
+                torch.cuda.cudart().cudaHostUnregister(region.data_ptr())  # type: ignore[no-untyped-call]
                 self._pinned = False
 
     def _memory(self, slab: int) -> Bytes:
@@ -176,7 +177,8 @@ def _pin(region: torch.Tensor) -> bool:
     """Page-lock the memory for fast device copies. torch's own pinned allocator would round up to a power of 2."""
     if not region.numel() or not torch.cuda.is_available():
         return False
-    result = torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.numel(), 0)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = cudart.cudaHostRegister(region.data_ptr(), region.numel(), 0)
     if int(result) != 0:
         _log.warning("host tier memory could not be page-locked (CUDA error %d): copies will be slower", int(result))
         return False

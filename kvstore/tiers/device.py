@@ -1,0 +1,60 @@
+"""The device tier: one arena of KV pages that running sequences and cached chunks share."""
+
+from __future__ import annotations
+
+import torch
+
+from kvstore.layout import KVLayout
+
+
+class DeviceArena:
+    """KV memory cut into pages of ``chunk_size`` slots, and who has which page. Not thread-safe: the store locks.
+
+    ``kv`` is one tensor ``[layers, 2, kv_heads, n_pages * chunk_size, head_dim]``; page ``p`` is slots
+    ``[p * chunk_size, (p + 1) * chunk_size)``. Zero-filled, so that every page is resident from the start.
+    """
+
+    def __init__(self, layout: KVLayout, n_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.n_pages = n_pages
+        shape = (layout.layers, 2, layout.kv_heads, n_pages * layout.chunk_size, layout.head_dim)
+        self.kv = torch.empty(shape, dtype=layout.dtype, device=device).zero_()
+        self._free = [True] * n_pages
+        self._free_count = n_pages
+
+    @property
+    def free_pages(self) -> int:
+        return self._free_count
+
+    def page_view(self, page: int, n_tokens: int) -> torch.Tensor:
+        """The first ``n_tokens`` slots of a page, ``[layers, 2, kv_heads, n_tokens, head_dim]``, strided."""
+        start = page * self.layout.chunk_size
+        return self.kv[:, :, :, start : start + n_tokens]
+
+    def allocate(self, near: int | None = None) -> int | None:
+        """A free page: the one after ``near`` if it is free, else the first of the largest free run; None when full."""
+        if not self._free_count:
+            return None
+        if near is not None and near + 1 < self.n_pages and self._free[near + 1]:
+            return self._take(near + 1)
+        return self._take(self._largest_run())
+
+    def free(self, page: int) -> None:
+        if self._free[page]:
+            raise ValueError(f"page {page} is free already")
+        self._free[page] = True
+        self._free_count += 1
+
+    def _take(self, page: int) -> int:
+        self._free[page] = False
+        self._free_count -= 1
+        return page
+
+    def _largest_run(self) -> int:
+        best = best_length = start = length = 0
+        for page, free in enumerate(self._free):
+            length = length + 1 if free else 0
+            start = page - length + 1
+            if length > best_length:
+                best, best_length = start, length
+        return best

@@ -1,0 +1,84 @@
+"""Writing behind: one thread that stores chunks on disk and deletes them there, in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+from kvstore.index import Node
+from kvstore.tiers.disk import DiskTier
+from kvstore.transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+
+class DiskWriter:
+    """Takes chunks to store on disk, never blocks the one who offers, never grows past its bound.
+
+    Args:
+        transfer: stores a chunk.
+        disk: deletes one.
+        capacity: chunks that may wait to be stored; deletions are 16 bytes each and are never refused.
+    """
+
+    def __init__(self, transfer: Transfer, disk: DiskTier, capacity: int) -> None:
+        self._transfer = transfer
+        self._disk = disk
+        self._capacity = capacity
+        self._waiting: deque[Node | bytes] = deque()
+        self._stores = 0
+        self._working = False
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvgate-disk-writer", daemon=True)
+        self._thread.start()
+
+    def offer(self, node: Node) -> bool:
+        """Queue a chunk; False when the queue is full (the store is dropped)."""
+        with self._changed:
+            if self._closing or self._stores >= self._capacity:
+                return False
+            self._stores += 1
+            self._waiting.append(node)
+            self._changed.notify_all()
+            return True
+
+    def drop(self, key: bytes) -> None:
+        """Delete a chunk on disk, after whatever was queued before."""
+        with self._changed:
+            self._waiting.append(key)
+            self._changed.notify_all()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is queued or being written; False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._working, timeout)
+
+    def close(self) -> None:
+        """Write what is queued, then end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                item = self._waiting.popleft()
+                self._stores -= isinstance(item, Node)
+                self._working = True
+            try:
+                if isinstance(item, Node):
+                    self._transfer.write_to_disk(item)
+                else:
+                    self._disk.drop(item)
+            except Exception:
+                log.exception("the disk tier's writer failed on a chunk")
+            finally:
+                with self._changed:
+                    self._working = False
+                    self._changed.notify_all()
