@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
@@ -29,11 +28,11 @@ from kvstore.chunk import (
 )
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import ChunkRecord, ChunkStats, IntegrityError, PutOutcome, TierName, TierUsage
-from kvstore.tiers.disk_env import DiskEnvironment, DiskUnavailable, StoreInUse, unavailable
+from kvstore.tiers.disk_env import DiskEnvironment, DiskUnavailable, StoreInUse, unavailable, unmap_pages
 from kvstore.tiers.disk_health import WriteHealth
 from kvstore.tiers.disk_rows import ChunkRow
 
-__all__ = ["DiskTier", "DiskTraffic", "DiskUnavailable", "StoreInUse"]
+__all__ = ["DiskTier", "DiskUnavailable", "StoreInUse"]
 
 MIN_FREE_BYTES = 256 * 1024 * 1024
 RETRY_SECONDS = 5.0
@@ -44,16 +43,6 @@ _MAP_FULL_BUDGET = 0.9
 _MAP_SLACK = 16 * 1024 * 1024  # tree pages, and the copy-on-write of small stores
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class DiskTraffic:
-    """Counters since the start: payload and header bytes, and seconds inside the tier."""
-
-    read_bytes: int = 0
-    write_bytes: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
 
 
 class DiskTier:
@@ -94,12 +83,14 @@ class DiskTier:
         self._env = DiskEnvironment(folder, max(capacity_bytes * 3 // 2, capacity_bytes + _MAP_SLACK), durable)
         self._health = WriteHealth(folder, min_free_bytes, retry_seconds, clock)
         self._write_lock = threading.RLock()
-        self._traffic_lock = threading.Lock()
+        self._counter_lock = threading.Lock()
         self._sizes: dict[bytes, int] = {}  # stored bytes of every chunk that can be asked for
         self._doomed: dict[bytes, int] = {}  # dropped, but not yet gone from the file
         self._used = 0  # of both
         self._found_identities: set[bytes] = set()  # of the chunks that were here at the start
-        self.traffic = DiskTraffic()
+        #: Since the start: header and payload bytes of what was loaded and stored, and the time it took.
+        self.read_bytes = self.write_bytes = 0
+        self.read_seconds = self.write_seconds = 0.0
         largest = max(span.payload_bytes for span in group_spans(layout, layout.chunk_size))
         self._buffer: Bytes = np.zeros(HEADER_BYTES + largest, np.uint8)  # under the write lock
         try:
@@ -114,22 +105,6 @@ class DiskTier:
     def unclean(self) -> bool:
         """The last process that used the folder did not close it."""
         return self._env.unclean
-
-    @property
-    def read_bytes(self) -> int:
-        return self.traffic.read_bytes
-
-    @property
-    def write_bytes(self) -> int:
-        return self.traffic.write_bytes
-
-    @property
-    def read_seconds(self) -> float:
-        return self.traffic.read_seconds
-
-    @property
-    def write_seconds(self) -> float:
-        return self.traffic.write_seconds
 
     def usage(self) -> TierUsage:
         detail = self._health.detail
@@ -157,9 +132,9 @@ class DiskTier:
             self._copy_verified(record, tokens, target)
         except lmdb.Error as error:
             raise IntegrityError("io", str(error)) from error
-        with self._traffic_lock:
-            self.traffic.read_bytes += self._value_bytes(record.n_tokens)
-            self.traffic.read_seconds += time.perf_counter() - started
+        with self._counter_lock:
+            self.read_bytes += self._value_bytes(record.n_tokens)
+            self.read_seconds += time.perf_counter() - started
 
     def tokens(self, key: bytes) -> bytes | None:
         """The token bytes stored with a chunk; None when unknown or unreadable."""
@@ -190,7 +165,6 @@ class DiskTier:
 
     def _copy_verified(self, record: ChunkRecord, tokens: bytes, target: torch.Tensor) -> None:
         """Verify and copy value by value inside one read transaction: the bytes are still cached for the copy."""
-        values = self._env.db(b"values")
         tokens_sum = xxhash.xxh3_64_intdigest(tokens)
         with self._env.read() as txn:
             stored = txn.get(record.key, db=self._env.db(b"tokens"))
@@ -199,11 +173,12 @@ class DiskTier:
             if stored != tokens:
                 raise IntegrityError("tokens", "token ids are not those of the stored chunk")
             for span in group_spans(self._layout, record.n_tokens):
-                value = txn.get(_value_key(record.key, span.index), db=values)
+                value = txn.get(_value_key(record.key, span.index), db=self._env.db(b"values"))
                 if value is None:
                     raise IntegrityError("missing", f"value of group {span.index} is not on disk")
                 payload = verified_payload(value, record, tokens_sum, span)
                 copy_group(self._layout, payload, record.n_tokens, target, span)
+                unmap_pages(payload)
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -230,9 +205,9 @@ class DiskTier:
             self._health.succeeded()
             self._used += size - self._sizes.get(record.key, 0)
             self._sizes[record.key] = size
-            with self._traffic_lock:
-                self.traffic.write_bytes += self._value_bytes(record.n_tokens)
-                self.traffic.write_seconds += time.perf_counter() - started
+            with self._counter_lock:
+                self.write_bytes += self._value_bytes(record.n_tokens)
+                self.write_seconds += time.perf_counter() - started
         return PutOutcome.STORED
 
     def drop(self, key: bytes) -> None:

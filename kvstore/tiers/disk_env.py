@@ -8,10 +8,12 @@ is synced and only the last transaction may be lost.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 
 FORMAT_VERSION = 1
 
@@ -26,6 +30,9 @@ _DATA, _READERS, _LOCK, _MARKER = "data.mdb", "lock.mdb", "kvstore.lock", "kvsto
 _READER_TABLE_BYTES = 64 * 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DATABASES = (b"chunks", b"tokens", b"values", b"meta")
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _log = logging.getLogger(__name__)
 
@@ -219,6 +226,19 @@ class DiskEnvironment:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def unmap_pages(value: npt.NDArray[np.uint8]) -> None:
+    """Take the whole pages of a value that was read out of resident memory; they stay in the page cache.
+
+    Without it the process seems to grow to the size of the store. Reading them again costs the page faults of a first read. A
+    refusal by the system is harmless and ignored.
+    """
+    page = mmap.PAGESIZE
+    start = -(-value.ctypes.data // page) * page
+    stop = (value.ctypes.data + value.size) // page * page
+    if stop > start:
+        _madvise(start, stop - start, mmap.MADV_DONTNEED)
 
 
 def unavailable(directory: Path, error: Exception) -> DiskUnavailable:

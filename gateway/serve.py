@@ -1,0 +1,77 @@
+"""Starting the process: engine, app and uvicorn."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.config import ConfigError, Settings
+from gateway.engine.build import build_engine
+from gateway.engine.loader import ModelError
+from gateway.observe.logs import setup_logging
+from gateway.observe.metrics import Metrics
+from kvstore import StoreInUse
+
+log = logging.getLogger(__name__)
+
+#: Running answers get this long to finish after SIGTERM.
+SHUTDOWN_GRACE_S = 10
+
+
+class StartError(Exception):
+    """The server can't start; one sentence with the remedy."""
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        StartError: the address is taken, or the model or the cache can't be opened.
+    """
+    setup_logging(settings)
+    listener = _listen(settings.server.host, settings.server.port)
+    metrics = Metrics(settings)
+    try:
+        engine = build_engine(settings, metrics)
+    except (ConfigError, ModelError) as error:
+        raise StartError(str(error)) from error
+    except StoreInUse as error:
+        raise StartError(f"[prefix_cache] disk_cache_dir: {error}") from error
+    app = create_app(settings, engine, metrics)
+    _greet(listener, engine.model_id, bool(settings.server.api_key))
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_GRACE_S, server_header=False
+    )
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bind before the model is loaded: a taken port is said at once."""
+    host = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise StartError(
+            f"[server] can't listen on {host}:{port} ({error.strerror or error}); stop what uses it, or choose another "
+            "port with --port"
+        ) from error
+    return listener
+
+
+def _greet(listener: socket.socket, model: str, keyed: bool) -> None:
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    key = ' -H "authorization: Bearer $TAOTOKEN_API_KEY"' if keyed else ""
+    print(
+        f"kvgate serves {model} at http://{host}:{port}/v1. Try it:\n"
+        f"  curl -s http://{host}:{port}/v1/chat/completions{key} -H 'content-type: application/json' \\\n"
+        f"    -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Say hello.\"}}]}}'",
+        flush=True,
+    )
