@@ -36,9 +36,7 @@ def document(seed: int, sentences: int) -> str:
     for i in range(sentences):
         k = (i * 7919 + seed * 104729) % 1_000_003
         template = _SENTENCES[k % len(_SENTENCES)]
-        lines.append(
-            template.format(a=_NOUNS[k % 11], b=_NOUNS[(k // 11) % 11], i=i + 1, n=(k // 121) % 97 + 2)
-        )
+        lines.append(template.format(a=_NOUNS[k % 11], b=_NOUNS[(k // 11) % 11], i=i + 1, n=(k // 121) % 97 + 2))
     return " ".join(lines)
 
 

@@ -44,15 +44,19 @@ def main() -> None:
                 rss.append(process.memory_info().rss)
             metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     print(machine_line())
-    print(f"{args.requests} requests, {args.prefixes} prefixes of ~{timing.prompt_tokens} tokens, "
-          f"{cached / prompt:.0%} of prompt tokens from the cache")
+    print(
+        f"{args.requests} requests, {args.prefixes} prefixes of ~{timing.prompt_tokens} tokens, "
+        f"{cached / prompt:.0%} of prompt tokens from the cache"
+    )
     base = rss[args.prefixes - 1]
     after = rss[args.prefixes :]
     worst = max(abs(value - base) for value in after)
-    print(f"RSS in MiB: start {rss[0] / 2**20:.0f}, after the first pass {base / 2**20:.0f}, "
-          f"min {min(after) / 2**20:.0f}, max {max(after) / 2**20:.0f}, end {rss[-1] / 2**20:.0f}; "
-          f"largest distance from the first pass {worst / base:.1%}, over all requests from the start "
-          f"{max(abs(value - rss[0]) for value in rss) / rss[0]:.1%}")
+    print(
+        f"RSS in MiB: start {rss[0] / 2**20:.0f}, after the first pass {base / 2**20:.0f}, "
+        f"min {min(after) / 2**20:.0f}, max {max(after) / 2**20:.0f}, end {rss[-1] / 2**20:.0f}; "
+        f"largest distance from the first pass {worst / base:.1%}, over all requests from the start "
+        f"{max(abs(value - rss[0]) for value in rss) / rss[0]:.1%}"
+    )
     for line in metrics.splitlines():
         if line.startswith(("kvgate_tier_evictions_total", "kvgate_prefix_tokens_total", "kvgate_dropped_stores")):
             print(line)

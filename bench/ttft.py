@@ -124,8 +124,10 @@ def report(kvgate: Figures, vllm: Figures) -> None:
         )
         print(f"{name + ': ' + label + ', TPOT in ms':44}{tpot}")
     tokens = {size: kvgate["cold"][size][0].prompt_tokens for size in sizes}
-    print(f"\nprompt tokens: {tokens}; cached on a device hit: "
-          f"{ {size: kvgate['device hit'][size][0].cached_tokens for size in sizes} }")
+    print(
+        f"\nprompt tokens: {tokens}; cached on a device hit: "
+        f"{ {size: kvgate['device hit'][size][0].cached_tokens for size in sizes} }"
+    )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class ServerSettings(_Section):
     def _check_open(self) -> ServerSettings:
         if not self.api_key and not _is_loopback(self.host):
             raise ValueError(
-                f'without api_key only this machine may connect: set api_key, or host = "127.0.0.1" (it is "{self.host}")'
+                f'without api_key only this machine may connect, and host is "{self.host}": set api_key, or '
+                'host = "127.0.0.1"'
             )
         return self
 
@@ -247,9 +248,7 @@ def _from_text(section: str, key: str, text: str) -> Any:
     return [part.strip() for part in text.split(",")] if (section, key) == ("prefix_cache", "tiering") else text
 
 
-def _put(
-    merged: dict[str, Any], origins: dict[str, str], section: str, key: str, value: Any, origin: str
-) -> None:
+def _put(merged: dict[str, Any], origins: dict[str, str], section: str, key: str, value: Any, origin: str) -> None:
     sections = {name: field.annotation for name, field in Settings.model_fields.items()}
     if section not in sections:
         raise ConfigError(f"{origin}: there is no section [{section}]{_nearest(section, sections)}")

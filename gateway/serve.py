@@ -10,7 +10,7 @@ import uvicorn
 from gateway.app import create_app
 from gateway.config import ConfigError, Settings
 from gateway.engine.build import build_engine
-from gateway.engine.loader import ModelError
+from gateway.engine.sources import ModelError
 from gateway.observe.logs import setup_logging
 from gateway.observe.metrics import Metrics
 from kvstore import StoreInUse
@@ -72,6 +72,6 @@ def _greet(listener: socket.socket, model: str, keyed: bool) -> None:
     print(
         f"kvgate serves {model} at http://{host}:{port}/v1. Try it:\n"
         f"  curl -s http://{host}:{port}/v1/chat/completions{key} -H 'content-type: application/json' \\\n"
-        f"    -d '{{\"model\": \"{model}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Say hello.\"}}]}}'",
+        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Say hello."}}]}}\'',
         flush=True,
     )

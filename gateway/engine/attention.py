@@ -189,7 +189,7 @@ class AttentionBatch:
             v_arena.index_copy_(1, self._slots, value.to(v_arena.dtype))
 
     def mask(self, q0: int, q_len: int, k0: int, k1: int, window: int) -> torch.Tensor | None:
-        """Additive mask ``[q_len, k1 - k0]`` for queries at ``q0 ..`` and keys ``[k0, k1)``; None where all are seen."""
+        """Additive mask ``[q_len, k1 - k0]`` for queries at ``q0 ..`` and keys ``[k0, k1)``; None: all are seen."""
         name = (q0, q_len, k0, k1, window)
         if name not in self._masks:
             self._masks[name] = self._build_mask(q0, q_len, k0, k1, window)
@@ -333,9 +333,7 @@ def _scale_product(q: torch.Tensor, keys: torch.Tensor, scaling: float, out: tor
         out.copy_(torch.bmm(q, keys.transpose(1, 2))).mul_(scaling)
 
 
-def _add_mask(
-    batch: AttentionBatch, scores: torch.Tensor, q0: int, n: int, k0: int, k1: int, window: int
-) -> None:
+def _add_mask(batch: AttentionBatch, scores: torch.Tensor, q0: int, n: int, k0: int, k1: int, window: int) -> None:
     """Mask only the columns that some query of the block may not see: the diagonal, and the window's far edge."""
     diagonal = batch.mask(q0, n, q0, k1, window)
     if diagonal is not None:

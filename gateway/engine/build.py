@@ -10,10 +10,10 @@ from pathlib import Path
 from gateway.config import Settings, validate_against_model
 from gateway.engine.engine import Engine, EngineConfig
 from gateway.engine.linears import pack_linears
-from gateway.engine.loader import LoadedModel, ModelError, load_model
+from gateway.engine.loader import LoadedModel, load_model
 from gateway.engine.memory import arena_pages, tune_allocator
 from gateway.engine.runner import self_check
-from gateway.engine.sources import DEMO_MODEL_ID
+from gateway.engine.sources import DEMO_MODEL_ID, ModelError
 from gateway.engine.types import EngineObserver
 from kvstore import DeviceArena, DiskTier, DiskUnavailable, HostTier, KVLayout, PrefixStore
 from kvstore.identity import Identity, model_identity, weights_fingerprint
@@ -34,9 +34,7 @@ def build_engine(settings: Settings, observer: EngineObserver) -> Engine:
     started = time.perf_counter()
     model = settings.model
     loaded = load_model(model.name, dtype=model.dtype, max_model_len=model.max_model_len)
-    validate_against_model(
-        settings, model_max_len=loaded.position_limit, num_attention_heads=loaded.geometry.heads
-    )
+    validate_against_model(settings, model_max_len=loaded.position_limit, num_attention_heads=loaded.geometry.heads)
     # The fingerprint is of the weights as loaded; packing would hide them.
     identity = identity_of(loaded, settings)
     packed = pack_linears(loaded.model)
@@ -87,9 +85,7 @@ def _arena_pages(settings: Settings, loaded: LoadedModel, layout: KVLayout) -> i
     )
     needed = -(-loaded.max_model_len // layout.chunk_size) + 1
     if pages < needed:
-        knob = (
-            "[model].gpu_memory_utilization" if loaded.device.type == "cuda" else "[prefix_cache].device_cache_gb"
-        )
+        knob = "[model].gpu_memory_utilization" if loaded.device.type == "cuda" else "[prefix_cache].device_cache_gb"
         raise ModelError(
             f"the KV arena holds {pages * layout.chunk_size} tokens, but one request of {loaded.max_model_len} tokens "
             f"([model].max_model_len) needs {needed * layout.chunk_bytes / 2**30:.2f} GiB; raise {knob} or set a "
@@ -130,4 +126,3 @@ def _engine_config(settings: Settings) -> EngineConfig:
         probe_heads=settings.prefix_cache.probe_heads,
         cache_enabled=settings.prefix_cache.enable,
     )
-

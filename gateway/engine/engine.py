@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
 import torch
 
 from gateway.engine.attention import ProbeSink
@@ -194,7 +195,8 @@ class Engine:
                 raise EngineClosed("the server is shutting down; send the request again in a few seconds")
             if len(self._scheduler.waiting) + len(self._inbox) >= self._config.max_waiting:
                 raise EngineOverloaded(
-                    f"{self._config.max_waiting} requests are waiting already; retry later or raise [server].max_waiting"
+                    f"{self._config.max_waiting} requests are waiting already; retry later, or raise "
+                    "[server].max_waiting"
                 )
             self._inbox.append(sequence)
             self._wake.notify_all()
@@ -232,8 +234,8 @@ class Engine:
         for sequence, error in loads:
             self._begin_running(sequence, error)
         for request_id in cancelled:
-            if (sequence := self._by_id.get(request_id)) is not None:
-                self._finish(sequence, FinishReason.ABORT)
+            if (cancelled_one := self._by_id.get(request_id)) is not None:
+                self._finish(cancelled_one, FinishReason.ABORT)
         for sequence in self._scheduler.admit():
             self._begin_loading(sequence)
 
@@ -357,9 +359,7 @@ class Engine:
         sequence.last_token = now
         sequence.tokens.append(token)
         sampling = sequence.request.sampling
-        is_end = token in sampling.stop_token_ids or (
-            token in self._loaded.eos_token_ids and not sampling.ignore_eos
-        )
+        is_end = token in sampling.stop_token_ids or (token in self._loaded.eos_token_ids and not sampling.ignore_eos)
         text = "" if is_end else sequence.detokeniser.add(token)
         reason: FinishReason | None = None
         if is_end or sequence.detokeniser.stopped:
@@ -432,4 +432,3 @@ def spread_heads(count: int, heads: int, kv_heads: int) -> list[int]:
     per_kv = heads // kv_heads
     order = [kv * per_kv + i for i in range(per_kv) for kv in range(kv_heads)]
     return sorted(order[:count])
-

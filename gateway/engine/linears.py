@@ -25,7 +25,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A strided input takes a path that is forty times slower.
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self._bias, "none", [], "")
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self._bias, "none", [], "")
+        return out
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -34,7 +35,7 @@ def pack_linears(model: nn.Module) -> int:
     Subclasses of ``nn.Linear`` and other dtypes or devices stay as they are. Where this build of torch has no oneDNN
     packing, nothing is replaced.
     """
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not torch.backends.mkldnn.is_available():
+    if not (torch.backends.mkldnn.enabled and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
         return 0
     replaced = 0
     for parent in list(model.modules()):

@@ -102,7 +102,8 @@ def load_model(name: str, *, dtype: str = "auto", max_model_len: int = 0, cache_
         raise ModelError(_unservable(name, f"transformers can't load it ({_first_line(error)})")) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(_unservable(name, "it has no fast tokenizer (tokenizer.json)"))
-    model.to(device).eval().requires_grad_(False)
+    torch.nn.Module.to(model, device)
+    model.eval().requires_grad_(False)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -229,4 +230,3 @@ def _unservable(name: str, reason: str) -> str:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__
-

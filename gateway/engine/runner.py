@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from gateway.engine.attention import AttentionBatch, ProbeSink, ScoreScratch, Segment, page_runs
-from gateway.engine.loader import LoadedModel, ModelError
+from gateway.engine.loader import LoadedModel
+from gateway.engine.sources import ModelError
 from kvstore.layout import KVLayout
 from kvstore.tiers.device import DeviceArena
 
@@ -67,7 +68,7 @@ class ModelRunner:
             kv_batch=kv_batch,
             **extra,
         )
-        logits = output.logits[0] if self._takes_rows else output.logits[0, keep]
+        logits: torch.Tensor = output.logits[0] if self._takes_rows else output.logits[0, keep]
         return logits[: len(rows)]
 
     @torch.inference_mode()

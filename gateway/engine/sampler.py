@@ -47,9 +47,7 @@ class Sampler:
     @property
     def is_plain_greedy(self) -> bool:
         """True when argmax of the raw logits is the answer, so that rows can be done in one batched call."""
-        return (
-            self._params.temperature == 0 and self._bias is None and self._counts is None and self._seen is None
-        )
+        return self._params.temperature == 0 and self._bias is None and self._counts is None and self._seen is None
 
     def sample(self, logits: torch.Tensor) -> int:
         """Choose a token from ``logits`` (``[vocab]``, any float dtype; not changed)."""

@@ -49,7 +49,9 @@ def resolve_source(name: str, dtype: torch.dtype, cache_dir: Path | None = None)
     path = Path(name).expanduser()
     if name.lower().endswith(".gguf"):
         if not path.is_file():
-            raise ModelError(f"[model].name: no GGUF file at {path}; check the path or use a hub id, a folder or 'demo'")
+            raise ModelError(
+                f"[model].name: no GGUF file at {path}; check the path or use a hub id, a folder or 'demo'"
+            )
         return str(_unpack_gguf(path, dtype, cache_dir))
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -117,7 +119,9 @@ def _convert_gguf(file: Path, target: Path, dtype: torch.dtype) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     except (ValueError, KeyError, NotImplementedError, ImportError) as error:
-        raise ModelError(f"transformers can't read {file.name}: {error}; try the model's Hugging Face folder") from error
+        raise ModelError(
+            f"transformers can't read {file.name}: {error}; try the model's Hugging Face folder"
+        ) from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(target)

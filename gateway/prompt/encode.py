@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from gateway.prompt.control import ControlTokens
-from gateway.prompt.normalise import Normaliser, NormaliseLevel
+from gateway.prompt.normalise import NormaliseLevel, Normaliser
 from gateway.prompt.template import ChatTemplate, PromptError
 from gateway.protocol.requests import ChatRequest
 

@@ -83,7 +83,9 @@ def _refuse_tools(tools: Any, choice: Any) -> None:
         raise InvalidRequest("tools must be a list of objects", "tools")
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest("tool_choice asks for a tool, but tools is empty; send tools or leave it out", "tool_choice")
+            raise InvalidRequest(
+                "tool_choice asks for a tool, but tools is empty; send tools or leave it out", "tool_choice"
+            )
         return
     if choice != "none":
         raise UnsupportedParameter("tools", 'leave tools out, or send tool_choice "none"')

@@ -19,4 +19,4 @@ class EvictionPolicy(ABC):
 
     def on_evict(self, priority: float) -> None:
         """Told the priority of each chunk that left for want of room."""
-        return None
+        return

@@ -22,9 +22,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProce
     """A gateway on one model name in front of a second server of ours with another; one key for both."""
     folder = tmp_path_factory.mktemp("upstream")
     alias = folder / "upstream-model"
-    from gateway.engine.sources import resolve_source
-
     import torch
+
+    from gateway.engine.sources import resolve_source
 
     alias.symlink_to(resolve_source("demo", torch.float32), target_is_directory=True)
     env = {"TAOTOKEN_API_KEY": KEY}

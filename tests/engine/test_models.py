@@ -11,8 +11,9 @@ import torch
 
 from gateway.engine import attention
 from gateway.engine.linears import pack_linears
-from gateway.engine.loader import LoadedModel, ModelError, load_model
+from gateway.engine.loader import LoadedModel, load_model
 from gateway.engine.runner import ModelRunner, Work, self_check
+from gateway.engine.sources import ModelError
 from kvstore.layout import KVLayout
 from kvstore.tiers.device import DeviceArena
 
@@ -67,18 +68,14 @@ def test_greedy_equals_generate_alone_and_batched(family: str, tmp_path: Path, d
     for step in range(30):
         for answer, token in zip(answers, tokens, strict=True):
             answer.append(token)
-        logits = runner.forward(
-            [Work([tokens[i]], len(prompts[i]) + step, PAGES[i], True) for i in range(2)]
-        )
+        logits = runner.forward([Work([tokens[i]], len(prompts[i]) + step, PAGES[i], True) for i in range(2)])
         tokens = [int(row.argmax()) for row in logits]
     assert answers == wanted
     assert len(set(wanted[0])) > 5, "an answer that repeats one token would hide faults"
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_cannot_be_served_are_refused_with_the_reason(
-    case: str, tmp_path: Path, demo_folder: Path
-) -> None:
+def test_models_that_cannot_be_served_are_refused_with_the_reason(case: str, tmp_path: Path, demo_folder: Path) -> None:
     config, reason = REFUSED[case]
     folder = with_tokenizer(save_model(config, tmp_path), demo_folder)
     with pytest.raises(ModelError, match="can't be served") as caught:
