@@ -22,7 +22,7 @@ class Node:
     tiers: set[TierName] = field(default_factory=set)
     page: int | None = None  # arena page while on the device tier
     leases: int = 0  # running requests that use it
-    pinned: bool = False
+    pins: set[bytes] = field(default_factory=set)  # keys of the pinned prefixes' last chunks
     busy: threading.Event | None = None  # set when a copy of this chunk between tiers is done
     children: Family = field(default_factory=lambda: Family())
 
@@ -37,7 +37,7 @@ class Node:
     @property
     def held(self) -> bool:
         """Must stay where it is."""
-        return bool(self.leases or self.pinned or self.busy)
+        return bool(self.leases or self.pins or self.busy)
 
 
 class Family:

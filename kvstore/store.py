@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 #: A partial tail is kept only if it is this much longer than what is cached already at its place.
 MIN_NEW_TAIL_TOKENS = 8
 
+#: A disk that hangs must not keep the process from ending.
+CLOSE_SECONDS = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -168,6 +171,8 @@ class PrefixStore:
 
     def record_importance(self, lease: Lease, mass: torch.Tensor) -> None:
         """Fold measured attention mass of the prompt's tokens, ``[n]``, into the held chunks' important shares."""
+        if not mass.numel():
+            return
         shares = important_shares(mass, self._layout.chunk_size)
         with self._lock:
             for node, share in zip(lease.nodes, shares, strict=False):
@@ -188,19 +193,36 @@ class PrefixStore:
                 tiers[tier] = tiers.get(tier, 0) + n_tokens
             return Match(path.n_tokens, tiers)
 
-    def pin(self, token_ids: Sequence[int], namespace: str = "", *, pinned: bool = True) -> int:
-        """Keep the cached whole chunks of a prefix from eviction (or stop keeping them); returns their tokens."""
+    def pin(self, token_ids: Sequence[int], namespace: str = "") -> int:
+        """Keep the cached whole chunks of a prefix from eviction; returns their tokens."""
         with self._lock:
             path = self._index.walk(root_key(self._identity, namespace), encode_tokens(token_ids))
             for node in path.nodes:
-                node.pinned = pinned
+                node.pins.add(path.nodes[-1].key)
+            return sum(node.n_tokens for node in path.nodes)
+
+    def unpin(self, token_ids: Sequence[int], namespace: str = "") -> int:
+        """End a pin of the same prefix; chunks that another pin keeps stay. Returns the prefix's cached tokens."""
+        with self._lock:
+            path = self._index.walk(root_key(self._identity, namespace), encode_tokens(token_ids))
+            for node in path.nodes:
+                node.pins.discard(path.nodes[-1].key)
             return sum(node.n_tokens for node in path.nodes)
 
     def forget(self, token_ids: Sequence[int], namespace: str = "") -> int:
-        """Drop the last cached chunk of a prefix and all that hangs below it, unless in use; returns dropped tokens."""
+        """Drop what the cache holds of a prefix's end: its last chunk and all below it, unless in use.
+
+        Chunks that merely share their first tokens with the prefix stay. Returns the tokens dropped.
+        """
         with self._lock:
-            path = self._index.walk(root_key(self._identity, namespace), encode_tokens(token_ids))
-            last = path.nodes[-1] if path.nodes else path.partial
+            tokens = encode_tokens(token_ids)
+            path = self._index.walk(root_key(self._identity, namespace), tokens)
+            rest = tokens[sum(node.n_tokens for node in path.nodes) * TOKEN_BYTES :]
+            last = path.nodes[-1] if path.nodes else None
+            if path.partial is not None and path.partial_tokens in (path.partial.n_tokens, len(rest) // TOKEN_BYTES):
+                last = path.partial
+            elif rest:
+                last = None
             return self._transfer.drop_subtree(last, reason="forgotten") if last is not None else 0
 
     def stats(self) -> StoreStats:
@@ -231,9 +253,10 @@ class PrefixStore:
         return self._writer.flush(timeout) if self._writer is not None else True
 
     def close(self) -> None:
-        """Write what waits, keep the policies' knowledge on disk, close the tiers."""
-        if self._writer is not None:
-            self._writer.close()
+        """Write what waits (for at most half a minute), keep the policies' knowledge on disk, close the tiers."""
+        if self._writer is not None and not self._writer.close(CLOSE_SECONDS):
+            log.error("the disk tier did not take the last chunks in %g s; they are lost", CLOSE_SECONDS)
+            return
         if self._disk is not None:
             with self._lock:
                 known = [(node.key, node.stats) for node in self._index if TierName.DISK in node.tiers]
@@ -249,14 +272,19 @@ class PrefixStore:
         lease.nodes = list(path.nodes)
         lease.partial, lease.partial_tokens = path.partial, path.partial_tokens
         for node in [*path.nodes, *([path.partial] if path.partial else [])]:
-            node.leases += 1
+            self._take(node)
             node.stats.accesses += 1
             node.stats.last_access = now
+
+    def _take(self, node: Node) -> None:
+        node.leases += 1
+        for tier in node.tiers:
+            self._queues[tier].discard(node)  # not even looked at by evictions until it is let go
 
     def _let_go(self, node: Node) -> None:
         node.leases -= 1
         for tier in node.tiers:
-            self._queues[tier].touch(node)
+            self._transfer.enlist(node, tier)
         if not node.tiers and not node.leases:  # every copy failed verification
             self._transfer.drop_subtree(node, reason="integrity", lost=True)
 
@@ -327,7 +355,7 @@ class PrefixStore:
             self._drop_superseded(node, lease.root)
             fresh.append(node)
         if node.page is None and node.busy is None:
-            self._own_page(node, lease.pages[index])
+            self._transfer.own_page(node, lease.pages[index])
             lease.private.discard(index)
             if TierName.DISK not in node.tiers and node not in fresh:
                 fresh.append(node)  # its copy on disk was dropped, or never written
@@ -335,7 +363,7 @@ class PrefixStore:
             self._arena.free(lease.pages[index])
             lease.pages[index] = node.page
             lease.private.discard(index)
-        node.leases += 1
+        self._take(node)
         lease.nodes.append(node)
         return True
 
@@ -353,9 +381,9 @@ class PrefixStore:
         node = self._new_node(lease, parent, key, tokens)
         self._index.add(node)
         self._drop_superseded(node, lease.root)
-        self._own_page(node, lease.pages[index])
+        self._transfer.own_page(node, lease.pages[index])
         lease.private.discard(index)
-        node.leases += 1
+        self._take(node)
         lease.nodes.append(node)
         fresh.append(node)
 
@@ -369,11 +397,6 @@ class PrefixStore:
         )
         now = self._clock()
         return Node(record, tokens, parent, ChunkStats(accesses=1, last_access=now, created=now))
-
-    def _own_page(self, node: Node, page: int) -> None:
-        node.page = page
-        node.tiers.add(TierName.GPU)
-        self._queues[TierName.GPU].touch(node)
 
     def _drop_superseded(self, node: Node, root: bytes) -> None:
         """A shorter chunk with the same beginning at the same place has nothing that the new one hasn't."""
@@ -396,7 +419,7 @@ class PrefixStore:
         return self._disk.tokens(node.key) if self._disk is not None else None
 
     def _usage(self) -> dict[TierName, TierUsage]:
-        on_device = len(self._queues[TierName.GPU])
+        on_device = self._transfer.chunks_on_device
         usage = {
             TierName.GPU: TierUsage(
                 self._arena.n_pages * self._layout.chunk_bytes,

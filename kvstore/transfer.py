@@ -55,6 +55,7 @@ class Transfer:
         self._counters = counters
         self._lock = lock
         self._drop_on_disk = drop_on_disk
+        self.chunks_on_device = 0
         self._staging: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
         for _ in range(_STAGING_BUFFERS):
             self._staging.put(torch.zeros(layout.chunk_bytes, dtype=torch.uint8))
@@ -92,10 +93,9 @@ class Transfer:
             busy.set()
             stranded = not demoted and TierName.DISK not in victim.tiers and bool(victim.children)
             if victim.held or stranded:
-                self._queues[TierName.GPU].touch(victim)
+                self.enlist(victim, TierName.GPU)
                 return None
-            page, victim.page = victim.page, None
-            victim.tiers.discard(TierName.GPU)
+            page = self._give_up_page(victim)
             self._counters.evictions[TierName.GPU, "capacity"] += 1
             if not victim.tiers:
                 self._index.remove(victim)
@@ -104,12 +104,13 @@ class Transfer:
     def _demote_to_host(self, node: Node) -> bool:
         if self._host is None:
             return False
-        with self._packed(node) as payload:
+        with self._staged() as buffer:
+            payload = self._pack(node, buffer)
             outcome = self._put_on_host(node, payload) if payload is not None else PutOutcome.FULL
         if outcome is PutOutcome.STORED:
             with self._lock:
                 node.tiers.add(TierName.CPU)
-                self._queues[TierName.CPU].touch(node)
+                self.enlist(node, TierName.CPU)
                 self._counters.demotions[TierName.CPU] += 1
             return True
         return False
@@ -143,9 +144,7 @@ class Transfer:
         finally:
             with self._lock:
                 if page is not None and tier is not None:
-                    node.page = page
-                    node.tiers.add(TierName.GPU)
-                    self._queues[TierName.GPU].touch(node)
+                    self.own_page(node, page)
                     self._counters.promotions[tier] += 1
                 elif page is not None:
                     self._arena.free(page)
@@ -174,12 +173,34 @@ class Transfer:
 
     def _quarantine(self, node: Node, tier: Tier, error: IntegrityError) -> None:
         """Never use or keep a copy that did not verify; the next store writes it anew."""
-        log.warning("a chunk on the %s tier failed verification and is dropped: %s", tier.name, error)
-        self._drop_copy(node, tier.name)
         with self._lock:
+            if tier.name not in node.tiers:
+                return  # it left the tier while we looked: no fault
+            log.warning("a chunk on the %s tier failed verification and is dropped: %s", tier.name, error)
             self._counters.integrity_failures[tier.name, error.cause] += 1
             node.tiers.discard(tier.name)
             self._queues[tier.name].discard(node)
+            self._drop_copy(node, tier.name)
+
+    def own_page(self, node: Node, page: int) -> None:
+        """Make a page the chunk's device copy. The caller has the lock."""
+        node.page = page
+        node.tiers.add(TierName.GPU)
+        self.chunks_on_device += 1
+        self.enlist(node, TierName.GPU)
+
+    def _give_up_page(self, node: Node) -> int:
+        assert node.page is not None
+        page, node.page = node.page, None
+        node.tiers.discard(TierName.GPU)
+        self.chunks_on_device -= 1
+        self._queues[TierName.GPU].discard(node)
+        return page
+
+    def enlist(self, node: Node, name: TierName) -> None:
+        """Rank the chunk among those that may leave; one in use comes in when its last lease ends."""
+        if not node.leases:
+            self._queues[name].touch(node)
 
     # Lower tiers ----------------------------------------------------------------------------------------------
 
@@ -190,7 +211,9 @@ class Transfer:
             if victim is None:
                 return False
             victim.tiers.discard(name)
-            self._counters.evictions[name, "capacity"] += 1
+            # "lost": the last copy, which the disk never got
+            reason = "capacity" if victim.tiers or name is TierName.DISK else "lost"
+            self._counters.evictions[name, reason] += 1
             if not victim.tiers:
                 self._index.remove(victim)
             if name is TierName.CPU:
@@ -200,7 +223,7 @@ class Transfer:
         return True
 
     def _may_leave(self, node: Node, name: TierName) -> bool:
-        if node.busy or node.pinned or (node.leases and node.page is None):
+        if node.busy or node.pins or (node.leases and node.page is None):
             return False
         if any(name in child.tiers for child in node.children):
             return False
@@ -218,7 +241,7 @@ class Transfer:
         dropped = 0
         for node in reversed(order):
             if lost:
-                node.pinned = False
+                node.pins.clear()
             if node.held or len(node.children):
                 continue
             for name in list(node.tiers):
@@ -232,9 +255,7 @@ class Transfer:
 
     def _drop_copy(self, node: Node, name: TierName) -> None:
         if name is TierName.GPU:
-            assert node.page is not None
-            self._arena.free(node.page)
-            node.page = None
+            self._arena.free(self._give_up_page(node))
         elif name is TierName.CPU and self._host is not None:
             self._host.drop(node.key)
         elif name is TierName.DISK:
@@ -250,30 +271,33 @@ class Transfer:
             while ancestor is not None and TierName.DISK not in ancestor.tiers:
                 missing.append(ancestor)
                 ancestor = ancestor.parent
-            for held in missing:
-                held.leases += 1  # stays where it is while its bytes are read
-        try:
-            for chunk in reversed(missing):
-                if not self._write_one(chunk):
-                    return
-        finally:
-            with self._lock:
-                for held in missing:
-                    held.leases -= 1
+        for chunk in reversed(missing):
+            if not self._write_one(chunk):
+                return
 
     def _write_one(self, node: Node) -> bool:
         assert self._disk is not None
-        if not node.tiers or self._index.get(node.key) is not node:
-            return self._dropped("evicted")
-        with self._packed(node) as payload:
-            if payload is None:
-                return self._dropped("source_lost")
-            outcome = self._put_on_disk(node, payload)
-        if outcome is not PutOutcome.STORED:
-            return self._dropped(outcome.value)
         with self._lock:
+            if not node.tiers or self._index.get(node.key) is not node:
+                return self._dropped("evicted")
+            node.leases += 1  # stays where it is while it is packed, no longer: the disk may be slow
+        with self._staged() as buffer:
+            try:
+                payload = self._pack(node, buffer)
+            finally:
+                with self._lock:
+                    node.leases -= 1
+                    for name in node.tiers:
+                        self.enlist(node, name)
+            outcome = self._put_on_disk(node, payload) if payload is not None else None
+        if outcome is not PutOutcome.STORED:
+            return self._dropped(outcome.value if outcome is not None else "source_lost")
+        with self._lock:
+            if self._index.get(node.key) is not node:
+                self._disk.drop(node.key)  # evicted everywhere meanwhile: nobody would find it
+                return self._dropped("evicted")
             node.tiers.add(TierName.DISK)
-            self._queues[TierName.DISK].touch(node)
+            self.enlist(node, TierName.DISK)
         return True
 
     def _dropped(self, reason: str) -> bool:
@@ -293,11 +317,14 @@ class Transfer:
                 return outcome
 
     @contextmanager
-    def _packed(self, node: Node) -> Iterator[torch.Tensor | None]:
-        """The chunk's packed payload in a reused buffer, from the fastest tier; None when no copy verifies."""
+    def _staged(self) -> Iterator[torch.Tensor]:
         buffer = self._staging.get()
         try:
-            source = self.copy_rows(node, self._layout.packed_view(buffer, node.n_tokens))
-            yield buffer[: self._layout.payload_bytes(node.n_tokens)] if source is not None else None
+            yield buffer
         finally:
             self._staging.put(buffer)
+
+    def _pack(self, node: Node, buffer: torch.Tensor) -> torch.Tensor | None:
+        """The chunk's packed payload in a reused buffer, from the fastest tier; None when no copy verifies."""
+        source = self.copy_rows(node, self._layout.packed_view(buffer, node.n_tokens))
+        return buffer[: self._layout.payload_bytes(node.n_tokens)] if source is not None else None

@@ -55,12 +55,13 @@ class DiskWriter:
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._working, timeout)
 
-    def close(self) -> None:
-        """Write what is queued, then end the thread."""
+    def close(self, timeout: float) -> bool:
+        """Write what is queued, then end the thread; False when that takes longer than ``timeout`` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while True:

@@ -103,7 +103,7 @@ def load_model(name: str, *, dtype: str = "auto", max_model_len: int = 0, cache_
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(_unservable(name, "it has no fast tokenizer (tokenizer.json)"))
     torch.nn.Module.to(model, device)
-    model.eval().requires_grad_(False)
+    model.train(False).requires_grad_(False)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 #: Placeholders come from this private-use plane; those that a request's own text uses are left out.
@@ -90,7 +91,7 @@ class ControlTokens:
     def break_up(self, text: str) -> list[str]:
         """Pieces of the text, none of which holds a control token; joined they are the text."""
         cuts = [0, *(match.start() + 1 for match in self._overlapping.finditer(text)), len(text)]
-        return [text[a:b] for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        return [text[a:b] for a, b in pairwise(cuts) if a < b]
 
 
 class _Masker:

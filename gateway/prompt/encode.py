@@ -112,7 +112,8 @@ def _never_prepend(pre_tokenizer: dict[str, Any] | None) -> bool:
     if pre_tokenizer is None:
         return False
     if pre_tokenizer["type"] == "Sequence":
-        return any([_never_prepend(part) for part in pre_tokenizer["pretokenizers"]])
+        changed = [_never_prepend(part) for part in pre_tokenizer["pretokenizers"]]  # every part, not the first only
+        return any(changed)
     if pre_tokenizer["type"] == "Metaspace" and pre_tokenizer.get("prepend_scheme") == "first":
         pre_tokenizer["prepend_scheme"] = "never"
         return True

@@ -9,7 +9,7 @@ from kvstore.tiers.base import ChunkStats
 
 
 class EvictionPolicy(ABC):
-    """Ranks chunks of one tier; the lowest priority leaves first. One instance a tier, called under the store's lock."""
+    """Ranks chunks of one tier; the lowest priority leaves first. One instance a tier; not thread-safe."""
 
     name: ClassVar[str]
 

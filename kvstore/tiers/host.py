@@ -162,7 +162,7 @@ def _reserve(size: int) -> torch.Tensor:
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     try:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"cannot reserve {size / 2**30:.1f} GiB for the host tier; give it less: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):

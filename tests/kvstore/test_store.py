@@ -334,9 +334,28 @@ def test_pinned_chunks_stay_and_forgotten_ones_go(make: Make) -> None:
     for seed in range(2, 9):
         run(store, ids(seed, 60))
     assert run(store, [*tokens, 1]).hit_tokens == 48
-    assert store.pin(tokens, pinned=False) == 48
+    assert store.unpin(tokens) == 48
     assert store.forget(tokens[:32]) > 0
     assert store.match(tokens).n_tokens == 16
+
+
+def test_a_pin_keeps_what_another_prefix_unpins(make: Make) -> None:
+    store = make()
+    trunk = ids(1, 32)
+    run(store, [*trunk, *ids(2, 17)])
+    store.pin([*trunk, *ids(2, 17)])
+    store.pin(trunk)
+    store.unpin(trunk)
+    assert all(node.pins for node in store._index if node.n_tokens == CHUNK)
+
+
+def test_forget_spares_prefixes_that_only_begin_alike(make: Make) -> None:
+    store = make()
+    run(store, [7, *ids(1, 40)])
+    assert store.forget([7, *ids(2, 40)]) == 0
+    assert store.match([7, *ids(1, 40)]).n_tokens == 41
+    assert store.forget([7, *ids(1, 5)]) > 0
+    assert store.match([7, *ids(1, 40)]).n_tokens == 0
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
