@@ -251,18 +251,19 @@ def _from_text(section: str, key: str, text: str) -> Any:
 def _put(merged: dict[str, Any], origins: dict[str, str], section: str, key: str, value: Any, origin: str) -> None:
     sections = {name: field.annotation for name, field in Settings.model_fields.items()}
     if section not in sections:
-        raise ConfigError(f"{origin}: there is no section [{section}]{_nearest(section, sections)}")
+        raise ConfigError(f"{origin}: there is no section [{section}]{nearest(section, sections)}")
     model = sections[section]
     assert isinstance(model, type)
     assert issubclass(model, BaseModel)
     keys = [field.alias or name for name, field in model.model_fields.items()]
     if key not in keys:
-        raise ConfigError(f"{origin}: [{section}] has no key {key!r}{_nearest(key, keys)}")
+        raise ConfigError(f"{origin}: [{section}] has no key {key!r}{nearest(key, keys)}")
     merged.setdefault(section, {})[key] = value
     origins[f"{section}.{key}"] = origin
 
 
-def _nearest(word: str, known: Any) -> str:
+def nearest(word: str, known: Any) -> str:
+    """The end of an error about a name that isn't known: the likeliest meant, or all there are."""
     close = difflib.get_close_matches(word, list(known), 1)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
 

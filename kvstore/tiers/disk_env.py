@@ -231,8 +231,8 @@ class DiskEnvironment:
 def unmap_pages(value: npt.NDArray[np.uint8]) -> None:
     """Take the whole pages of a value that was read out of resident memory; they stay in the page cache.
 
-    Without it the process seems to grow to the size of the store. Reading them again costs the page faults of a first read. A
-    refusal by the system is harmless and ignored.
+    Without it the process seems to grow to the size of the store. Reading them again costs the page faults of a
+    first read. A refusal by the system is harmless and ignored.
     """
     page = mmap.PAGESIZE
     start = -(-value.ctypes.data // page) * page
