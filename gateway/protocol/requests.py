@@ -101,9 +101,9 @@ class SamplingFields(_Body):
     seed: Annotated[Int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: (
-        Annotated[float, Field(gt=0, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"))] | None
-    ) = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = Field(
+        None, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+    )
     logit_bias: dict[int, float] | None = None
     stop: list[str] | None = None
     stop_token_ids: list[Int] | None = None

@@ -1,0 +1,39 @@
+"""What the endpoints share; made once by ``create_app``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from anyio import CapacityLimiter
+from fastapi import Request
+
+from gateway.auth.keys import KeyCheck
+from gateway.auth.namespace import Namespaces
+from gateway.config import Settings
+from gateway.engine.protocol import EngineProtocol
+from gateway.observe.metrics import Metrics
+from gateway.prompt.encode import PromptEncoder
+from gateway.upstream.client import Upstream
+
+#: Prompts that are parsed, rendered and encoded at the same time; more would only share the same cores.
+_PROMPT_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AppState:
+    settings: Settings
+    engine: EngineProtocol
+    encoder: PromptEncoder
+    metrics: Metrics
+    keys: KeyCheck
+    namespaces: Namespaces
+    upstream: Upstream | None
+    prompt_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_PROMPT_THREADS))
+
+    @classmethod
+    def of(cls, request: Request) -> AppState:
+        return cast(AppState, request.app.state.shared)
+
+    def is_local(self, model: str) -> bool:
+        return model == self.engine.model_id or model in self.engine.aliases

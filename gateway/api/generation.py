@@ -1,0 +1,188 @@
+"""Running the answers of one request: in parallel, merged, cancelled together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from gateway.api.errors import ApiError
+from gateway.api.sse import DONE, disconnected, event
+from gateway.engine.protocol import EngineProtocol
+from gateway.engine.types import CacheReport, Delta, FinishReason, GenerationRequest, Started
+from gateway.protocol.responses import AnswerFormat, Choice, Usage
+
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody reads an answer."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, and cancel it when the client goes away.
+
+    Raises:
+        ClientGone: it did.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class Generation:
+    """The engine's answers to one HTTP request.
+
+    Of the answers to one prompt the first leads: the others begin at its first token, so that they find its prompt in
+    the cache instead of computing it as well.
+
+    Args:
+        engine: runs them.
+        requests: one an answer, in the order of choices.
+        per_prompt: answers to each prompt; they are neighbours.
+    """
+
+    def __init__(self, engine: EngineProtocol, requests: Sequence[GenerationRequest], per_prompt: int) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._per_prompt = per_prompt
+        self._leaders = range(0, len(requests), per_prompt)
+        self._led = {leader: asyncio.Event() for leader in self._leaders}
+        self._started: dict[int, CacheReport] = {}
+        self._all_led = asyncio.Event()
+        self._failure: Exception | None = None
+        self._events: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._completion_tokens = 0
+
+    @property
+    def choices(self) -> int:
+        return len(self._requests)
+
+    @property
+    def cache(self) -> CacheReport:
+        """Where the prompts' KV came from; a prompt with several answers counts once."""
+        reports = [self._started[leader] for leader in self._leaders]
+        return CacheReport(
+            prompt_tokens=sum(report.prompt_tokens for report in reports),
+            gpu=sum(report.gpu for report in reports),
+            cpu=sum(report.cpu for report in reports),
+            disk=sum(report.disk for report in reports),
+        )
+
+    @property
+    def usage(self) -> Usage:
+        cache = self.cache
+        return Usage(cache.prompt_tokens, self._completion_tokens, cache.cached_tokens)
+
+    async def start(self) -> None:
+        """Begin, and wait until the prefix of each prompt was looked up.
+
+        Raises:
+            EngineError: one of them can't run.
+        """
+        self._tasks = [asyncio.create_task(self._pump(i, request)) for i, request in enumerate(self._requests)]
+        await self._all_led.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
+        """Pieces of all answers with their index, as they come, until each has ended.
+
+        Raises:
+            Exception: what ended one of them.
+        """
+        running = len(self._requests)
+        while running:
+            index, item = await self._events.get()
+            if isinstance(item, Exception):
+                raise item
+            self._completion_tokens += len(item.token_ids)
+            running -= item.finish_reason is not None
+            yield index, item
+
+    async def close(self) -> None:
+        """End what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _pump(self, index: int, request: GenerationRequest) -> None:
+        leader = index - index % self._per_prompt
+        led = self._led[leader]
+        try:
+            if index != leader:
+                await led.wait()
+            async with aclosing(self._engine.generate(request)) as events:
+                async for item in events:
+                    if isinstance(item, Started):
+                        self._note_start(index, item.cache)
+                    else:
+                        led.set()
+                        self._events.put_nowait((index, item))
+        except Exception as error:
+            self._failure = self._failure or error
+            self._all_led.set()
+            self._events.put_nowait((index, error))
+
+    def _note_start(self, index: int, cache: CacheReport) -> None:
+        self._started[index] = cache
+        if all(leader in self._started for leader in self._leaders):
+            self._all_led.set()
+
+
+async def stream_answer(
+    generation: Generation, form: AnswerFormat, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Events of a started generation, ``[DONE]`` last; a failure is an event before it. Closing is the caller's."""
+    try:
+        for index in range(generation.choices):
+            if (opening := form.opening(index)) is not None:
+                yield event(opening)
+        async for index, delta in generation.deltas():
+            if delta.text:
+                yield event(form.piece(index, delta.text))
+            if delta.finish_reason is not None:
+                yield event(form.ending(index, _shown(delta.finish_reason)))
+        if include_usage:
+            yield event(form.usage(generation.usage))
+    except Exception as error:
+        yield event(ApiError.of(error).body)
+    yield DONE
+
+
+async def whole_answer(generation: Generation) -> list[Choice]:
+    """All answers of a started generation.
+
+    Raises:
+        Exception: what ended one of them.
+    """
+    texts: list[list[str]] = [[] for _ in range(generation.choices)]
+    reasons = [""] * generation.choices
+    async for index, delta in generation.deltas():
+        texts[index].append(delta.text)
+        if delta.finish_reason is not None:
+            reasons[index] = _shown(delta.finish_reason)
+    return [Choice("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+
+
+def _shown(reason: FinishReason) -> str:
+    """The reason in the API's words.
+
+    Raises:
+        ApiError: the engine gave up; a client must not take what it has for a whole answer.
+    """
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return reason.value
+    raise ApiError(500, "the engine ended this answer early; send the request again", code="engine_error")

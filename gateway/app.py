@@ -1,0 +1,52 @@
+"""The app: wiring and lifespan."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+
+from gateway.api import answers, errors, health, models
+from gateway.api.context import AppState
+from gateway.api.middleware import NormalisePath, RequestContext
+from gateway.auth.keys import KeyCheck
+from gateway.auth.namespace import Namespaces
+from gateway.config import Settings
+from gateway.engine.protocol import EngineProtocol
+from gateway.observe.metrics import Metrics
+from gateway.prompt.encode import PromptEncoder
+from gateway.upstream.client import Upstream
+
+
+def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> FastAPI:
+    """The server for one engine. Its lifespan starts and closes the engine and the upstream's connections."""
+    server = settings.server
+    upstream = Upstream(server.api_base, server.api_key, metrics) if server.api_base else None
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            if upstream is not None:
+                stack.push_async_callback(upstream.close)
+            await engine.start()
+            stack.push_async_callback(engine.close)
+            yield
+
+    app = FastAPI(title="kvgate", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.shared = AppState(
+        settings=settings,
+        engine=engine,
+        encoder=PromptEncoder(engine.tokenizer, settings.prefix_cache.normalise),
+        metrics=metrics,
+        keys=KeyCheck(server.api_key),
+        namespaces=Namespaces(settings.prefix_cache.namespace),
+        upstream=upstream,
+    )
+    metrics.watch(engine)
+    errors.install(app)
+    for router in (health.router, models.router, answers.router):
+        app.include_router(router)
+    app.add_middleware(RequestContext, metrics=metrics)
+    app.add_middleware(NormalisePath)
+    return app
