@@ -40,8 +40,8 @@ _TOKENIZER_ARGUMENTS = frozenset(
 
 
 def _whole_number(value: Any) -> Any:
-    """JSON has one number type: 1e3 is a whole number, 1.5 is not."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    """JSON has one number type: 1e3 is a whole number, 1.5 is not. Beyond 2**53 a double no longer says which."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
 Int = Annotated[int, BeforeValidator(_whole_number)]

@@ -60,8 +60,8 @@ def test_the_log_line_tells_the_hit(server: ServerProcess) -> None:
 
 
 def test_every_tier_and_a_restart_give_the_cold_answer(tmp_path: Path) -> None:
-    """0.11 GiB of arena hold 4,864 tokens: one prompt of 2,900 tokens pushes the one before out to host memory."""
-    config = write_config(tmp_path, prefix_cache={"device_cache_gb": 0.11, "cpu_cache_gb": 0.25})
+    """0.22 GiB of arena hold 4,864 tokens: one prompt of 2,900 tokens pushes the one before out to host memory."""
+    config = write_config(tmp_path, prefix_cache={"device_cache_gb": 0.22, "cpu_cache_gb": 0.5})
     prefix = document(31, 160)
     with ServerProcess(config) as server:
         cold_text, cached, prompt, _ = answer(server.client, prefix)

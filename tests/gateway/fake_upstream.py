@@ -104,7 +104,9 @@ def _read(connection: socket.socket) -> Received | None:
     return Received(method, path, headers, body)
 
 
-def answer(body: bytes | dict[str, Any], status: int = 200, kind: str = "application/json", **headers: str) -> list[Piece]:
+def answer(
+    body: bytes | dict[str, Any], status: int = 200, kind: str = "application/json", **headers: str
+) -> list[Piece]:
     """A whole answer."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     extra = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())

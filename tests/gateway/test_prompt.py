@@ -195,7 +195,9 @@ FRAGMENTS = st.sampled_from(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(FRAGMENTS, max_size=12).map("".join))
-def test_any_text_keeps_its_characters_and_adds_no_control_token(encoder: PromptEncoder, tokenizer: Any, text: str) -> None:
+def test_any_text_keeps_its_characters_and_adds_no_control_token(
+    encoder: PromptEncoder, tokenizer: Any, text: str
+) -> None:
     ids = encoder.encode_chat(chat(user(text)))
     rendered = tokenizer.apply_chat_template([user(text)], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(ids) == rendered
@@ -217,9 +219,7 @@ def trained(pre: Callable[[Tokenizer], None], **special: bool) -> Any:
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }} </turn>\n{% endfor %}<turn>assistant\n"
-    )
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }} </turn>\n{% endfor %}<turn>assistant\n"
     return tokenizer
 
 
@@ -236,7 +236,9 @@ def prepending(backend: Tokenizer) -> None:
 
 @pytest.mark.parametrize("pre", [metaspace("first"), metaspace("always"), metaspace("never"), prepending])
 @pytest.mark.parametrize("special", [{}, {"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
-def test_sentencepiece_kinds_equal_their_template_too(pre: Callable[[Tokenizer], None], special: dict[str, bool]) -> None:
+def test_sentencepiece_kinds_equal_their_template_too(
+    pre: Callable[[Tokenizer], None], special: dict[str, bool]
+) -> None:
     tokenizer = trained(pre, **special)
     messages = [user("hello  how are you"), {"role": "assistant", "content": " user"}, user("today\n")]
     encoder = PromptEncoder(tokenizer)

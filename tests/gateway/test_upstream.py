@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from typing import Any
 
@@ -54,7 +54,12 @@ def test_a_base_is_taken_with_and_without_slash_and_version(base: str, expected:
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_a_request_goes_out_byte_for_byte_with_the_unified_key(tokenizer: Any, suffix: str) -> None:
     body = b'{ "model" : "far",\n "messages":[{"role":"user","content":"\\u00e9"}], "unknown": 1.50 }'
-    headers = {"content-type": "application/json", "cookie": "a=b", "x-forwarded-for": "1.2.3.4", "x-request-id": "mine"}
+    headers = {
+        "content-type": "application/json",
+        "cookie": "a=b",
+        "x-forwarded-for": "1.2.3.4",
+        "x-request-id": "mine",
+    }
     with gateway(tokenizer, answer(WHOLE), suffix) as (running, upstream):
         response = running.http.post("/v1/chat/completions", content=body, headers=headers)
         [sent] = upstream.received
@@ -216,7 +221,9 @@ def test_the_official_client_sees_the_upstreams_errors(tokenizer: Any) -> None:
 
 
 def test_an_upstreams_missing_model_has_our_code(tokenizer: Any) -> None:
-    vllm = {"error": {"message": "The model `far` does not exist.", "type": "NotFoundError", "param": "model", "code": 404}}
+    vllm = {
+        "error": {"message": "The model `far` does not exist.", "type": "NotFoundError", "param": "model", "code": 404}
+    }
     with gateway(tokenizer, answer(vllm, 404)) as (running, _), pytest.raises(openai.NotFoundError) as missing:
         running.client.chat.completions.create(model="far", messages=[{"role": "user", "content": "x"}])
     assert missing.value.code == "model_not_found"
@@ -280,8 +287,9 @@ def test_a_silent_upstream_is_504(tokenizer: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_client_that_goes_takes_the_upstreams_work_along(tokenizer: Any, pieces: list[Piece]) -> None:
     with gateway(tokenizer, pieces) as (running, upstream):
         body = {"model": "far", "messages": [], "stream": True}
-        with running.http.stream("POST", "/v1/chat/completions", json=body, timeout=0.5) as response:
-            next(response.iter_lines())
+        with suppress(httpx.ReadTimeout), running.http.stream("POST", "/v1/chat/completions", json=body, timeout=1) as r:
+            next(r.iter_lines())
+        assert upstream.received
         wait_for(upstream.left.is_set)
 
 
