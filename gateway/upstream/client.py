@@ -29,6 +29,9 @@ _LINGER_SECONDS = 1.0
 
 _ERROR_BYTES = 64 * 1024
 
+#: Idle connections are dropped before the upstream does it (uvicorn: 5 s), else a request may meet a closed one.
+_KEEP_SECONDS = 3.0
+
 
 class Upstream:
     """One upstream server. Requests go out byte for byte, with this server's key and none of the client's headers.
@@ -50,7 +53,7 @@ class Upstream:
         self._http = httpx.AsyncClient(
             headers=headers,
             timeout=timeouts or TIMEOUTS,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=_KEEP_SECONDS),
         )
 
     async def close(self) -> None:

@@ -131,7 +131,8 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of a metric whose labels include the given ones."""
-        text = httpx.get(f"{self.root}/metrics", headers={"authorization": f"Bearer {self.api_key}"}).text
+        headers = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        text = httpx.get(f"{self.root}/metrics", headers=headers).text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)

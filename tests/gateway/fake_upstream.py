@@ -110,14 +110,14 @@ def answer(
     """A whole answer."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     extra = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\n{extra}\r\n"
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(content)}\r\nconnection: close\r\n{extra}\r\n"
     return [head.encode() + content]
 
 
 def stream(*pieces: Piece, **headers: str) -> list[Piece]:
     """A streamed answer in HTTP chunks; without an Act at its end it ends properly."""
     extra = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items())
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n{extra}\r\n"
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n{extra}\r\n"
     framed = [b"%x\r\n%s\r\n" % (len(p), p) if isinstance(p, bytes) else p for p in pieces]
     ending: list[Piece] = [] if pieces and isinstance(pieces[-1], Act) else [b"0\r\n\r\n"]
     return [head.encode(), *framed, *ending]

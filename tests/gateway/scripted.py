@@ -47,7 +47,13 @@ class ScriptedEngine:
         self.created = 1_700_000_000
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        self._metrics = metrics
+        self.follow_no_script()
         self.ready = False
+
+    def follow_no_script(self) -> None:
+        """Answer plainly, and forget what came before."""
+        self.ready = True
         self.reasons: list[str] = []
         self.reply: Sequence[str] = REPLY
         self.refuse: EngineError | None = None
@@ -57,7 +63,6 @@ class ScriptedEngine:
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
-        self._metrics = metrics
 
     async def start(self) -> None:
         self.ready = True

@@ -219,7 +219,10 @@ def trained(pre: Callable[[Tokenizer], None], **special: bool) -> Any:
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", unk_token="<unk>")
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }} </turn>\n{% endfor %}<turn>assistant\n"
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }} </turn>\n{% endfor %}"
+        "<turn>assistant\n"
+    )
     return tokenizer
 
 

@@ -287,8 +287,13 @@ def test_a_silent_upstream_is_504(tokenizer: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_client_that_goes_takes_the_upstreams_work_along(tokenizer: Any, pieces: list[Piece]) -> None:
     with gateway(tokenizer, pieces) as (running, upstream):
         body = {"model": "far", "messages": [], "stream": True}
-        with suppress(httpx.ReadTimeout), running.http.stream("POST", "/v1/chat/completions", json=body, timeout=1) as r:
-            next(r.iter_lines())
+        with (
+            suppress(httpx.ReadTimeout),
+            running.http.stream("POST", "/v1/chat/completions", json=body, timeout=1) as r,
+        ):
+            lines = r.iter_lines()
+            next(lines)
+            assert not upstream.left.is_set()
         assert upstream.received
         wait_for(upstream.left.is_set)
 
