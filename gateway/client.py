@@ -34,6 +34,7 @@ class Answer:
     text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     source: str = ""  # the x-prefix-cache header
+    finish_reason: str = ""
 
     @property
     def cached_tokens(self) -> int:
@@ -57,6 +58,8 @@ def run_ask(question: str, settings_file: Path, *, model: str | None, stream: bo
             client.check_prefix(prefix)
         streams = settings.request.stream if stream is None else stream
         answer = client.ask(prefix, question, streams)
+        if answer.finish_reason == "length":
+            typer.echo(f"[cut] at request.max_tokens = {settings.request.max_tokens}, or the context is full", err=True)
         if settings.observability.log_cache_hit:
             prompt = answer.usage.get("prompt_tokens", 0)
             ttft = f"{(answer.first - answer.started) * 1e3:.0f} ms" if answer.first else "none"
@@ -123,6 +126,7 @@ class Client:
             "messages": messages,
             "temperature": self._settings.request.temperature,
             "top_p": self._settings.request.top_p,
+            "max_tokens": self._settings.request.max_tokens,
             **self._common(),
         }
         answer = Answer(time.perf_counter())
@@ -136,6 +140,7 @@ class Client:
             answer.first = time.perf_counter()
             answer.usage = reply.get("usage") or {}
             answer.text = reply["choices"][0]["message"]["content"] or ""
+            answer.finish_reason = reply["choices"][0].get("finish_reason") or ""
             typer.echo(answer.text)
         return answer
 
@@ -193,6 +198,7 @@ class Client:
             raise ClientError(f"the server ended the answer: {event['error'].get('message')}")
         answer.usage = event.get("usage") or answer.usage
         for choice in event.get("choices") or []:
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             if piece := choice.get("delta", {}).get("content"):
                 answer.first = answer.first or time.perf_counter()
                 answer.text += piece

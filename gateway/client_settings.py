@@ -29,6 +29,7 @@ class PrefixSettings(_Part):
 class RequestSettings(_Part):
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.7
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1)] = 512
     stream: bool = True
     timeout_seconds: Annotated[float, Field(gt=0)] = 120
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 
 import uvicorn
@@ -45,6 +46,9 @@ def run(settings: Settings) -> None:
     config = uvicorn.Config(
         app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_GRACE_S, server_header=False
     )
+    # uvicorn raises the signal again once it has shut down: a stop that was asked for and went well is exit 0.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     uvicorn.Server(config).run(sockets=[listener])
 
 
