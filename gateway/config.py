@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from kvstore.policy import POLICIES
-
 ENV_PREFIX = "KVGATE_"
 
 #: Variables with the prefix that are no settings.
@@ -105,6 +103,8 @@ class PrefixCacheSettings(_Section):
     @field_validator("eviction_policy")
     @classmethod
     def _check_policy(cls, value: str) -> str:
+        from kvstore.policy import POLICIES  # brings torch: `kvgate ask` and `--version` start without it
+
         if value not in POLICIES:
             raise ValueError(f"there is no policy {value!r}; choose one of {', '.join(POLICIES)}")
         return value
