@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 
-from gateway.api import answers, errors, health, models
+from gateway.api import answers, cache, errors, health, models
 from gateway.api.context import AppState
 from gateway.api.middleware import NormalisePath, RequestContext
 from gateway.auth.keys import KeyCheck
@@ -45,7 +45,7 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
     )
     metrics.watch(engine)
     errors.install(app)
-    for router in (health.router, models.router, answers.router):
+    for router in (health.router, models.router, answers.router, cache.router):
         app.include_router(router)
     app.add_middleware(RequestContext, metrics=metrics)
     app.add_middleware(NormalisePath)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from gateway import cli_cache
 from gateway.config import ConfigError, load_settings
 
 app = typer.Typer(
@@ -19,6 +20,8 @@ app = typer.Typer(
 )
 
 _BAD_CONFIG = 2
+
+app.add_typer(cli_cache.app)
 
 
 @app.callback(invoke_without_command=True)

@@ -31,6 +31,19 @@ def chunk_key(parent: bytes, token_bytes: bytes) -> bytes:
     return _digest(_CHUNK_PERSON, parent, token_bytes)
 
 
+def prompt_keys(identity_digest: bytes, namespace: str, ids: Sequence[int], chunk_size: int) -> set[bytes]:
+    """Keys of all chunks of a prompt: the whole ones, and its tail under every length that may have been stored."""
+    keys: set[bytes] = set()
+    parent = root_key(identity_digest, namespace)
+    whole = len(ids) // chunk_size * chunk_size
+    for at in range(0, whole, chunk_size):
+        parent = chunk_key(parent, encode_tokens(ids[at : at + chunk_size]))
+        keys.add(parent)
+    tail = encode_tokens(ids[whole:])
+    keys.update(chunk_key(parent, tail[:end]) for end in range(TOKEN_BYTES, len(tail) + 1, TOKEN_BYTES))
+    return keys
+
+
 def _digest(person: bytes, first: bytes, second: bytes) -> bytes:
     hasher = hashlib.blake2b(digest_size=KEY_BYTES, person=person)
     hasher.update(struct.pack("<QQ", len(first), len(second)))  # framed: no two pairs have the same bytes

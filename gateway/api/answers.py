@@ -50,7 +50,7 @@ async def chat_completions(request: Request) -> Response:
 
 @router.post("/v1/completions")
 async def completions(request: Request) -> Response:
-    return await _complete(request, "/completions", _prepare_completion)
+    return await _complete(request, "/completions", prepare_completion)
 
 
 async def _complete(
@@ -67,6 +67,11 @@ async def _complete(
         return await _answer(state, request, prepared)
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED)
+
+
+async def read_request(request: Request) -> dict[str, Any]:
+    """The body as one JSON object. Raises ApiError."""
+    return parse_object(await read_body(request, AppState.of(request).settings.server.max_body_bytes))
 
 
 def _is_forwarded(state: AppState, model: Any) -> bool:
@@ -105,7 +110,7 @@ def _prepare_chat(state: AppState, body: Mapping[str, Any]) -> Prepared:
     return Prepared(asked, [state.encoder.encode_chat(asked)], "chatcmpl", ChatFormat, "messages")
 
 
-def _prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
+def prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
     asked = CompletionRequest.parse(body)
     prompts = [_prompt_ids(state, prompt) for prompt in asked.prompt]
     echoed = [
@@ -172,7 +177,11 @@ def _requests(state: AppState, request: Request, prepared: Prepared, answer_id: 
             )
         for choice in range(asked.choices):
             sampling = asked.sampling(room=room, vocab_size=engine.vocab_size, choice=choice)
-            requests.append(GenerationRequest(f"{answer_id}-{len(requests)}", ids, sampling, namespace))
+            requests.append(
+                GenerationRequest(
+                    f"{answer_id}-{len(requests)}", ids, sampling, namespace, pin_seconds=asked.retention_seconds
+                )
+            )
     for each in requests:
         state.metrics.requests.name(each.request_id, request.state.request_id)
     return requests

@@ -33,8 +33,7 @@ def build_engine(settings: Settings, observer: EngineObserver) -> Engine:
     tune_allocator()
     started = time.perf_counter()
     model = settings.model
-    loaded = load_model(model.name, dtype=model.dtype, max_model_len=model.max_model_len)
-    validate_against_model(settings, model_max_len=loaded.position_limit, num_attention_heads=loaded.geometry.heads)
+    loaded = load_configured(settings)
     # The fingerprint is of the weights as loaded; packing would hide them.
     identity = identity_of(loaded, settings)
     packed = pack_linears(loaded.model)
@@ -74,6 +73,13 @@ def identity_of(loaded: LoadedModel, settings: Settings) -> Identity:
         layout=layout_of(loaded, settings),
         tokenizer=hashlib.blake2b(loaded.tokenizer_json, digest_size=32).digest(),
     )
+
+
+def load_configured(settings: Settings) -> LoadedModel:
+    """The configured model, checked against the settings. Raises ModelError or ConfigError."""
+    loaded = load_model(settings.model.name, dtype=settings.model.dtype, max_model_len=settings.model.max_model_len)
+    validate_against_model(settings, model_max_len=loaded.position_limit, num_attention_heads=loaded.geometry.heads)
+    return loaded
 
 
 def _arena_pages(settings: Settings, loaded: LoadedModel, layout: KVLayout) -> int:

@@ -35,6 +35,7 @@ from gateway.engine.types import (
     Started,
 )
 from kvstore.stats import StoreStats
+from kvstore.steering import PinLimitExceeded
 from kvstore.store import PrefixStore
 from kvstore.tiers.base import TierName
 from kvstore.tiers.device import DeviceArena
@@ -117,6 +118,10 @@ class Engine:
     @property
     def ready(self) -> bool:
         return self._thread.is_alive() and not self._closing
+
+    @property
+    def cache(self) -> PrefixStore | None:
+        return self._store if self._config.cache_enabled else None
 
     async def start(self) -> None:
         self._thread.start()
@@ -411,6 +416,11 @@ class Engine:
         lease, probe = sequence.lease, sequence.probe
         assert lease is not None
         self._publish(sequence, final=True)
+        if (seconds := sequence.request.pin_seconds) is not None:
+            try:
+                self._store.pin(sequence.request.prompt_ids, sequence.request.namespace, ttl=seconds)
+            except PinLimitExceeded as error:
+                log.warning("a prompt with prompt_cache_retention is not pinned: %s", error)
         if probe is not None and probe.queries and sequence.computed >= sequence.prompt_length:
             scores = self._runner.probe_scores(probe, lease.pages, sequence.prompt_length)
             self._store.record_importance(lease, scores)

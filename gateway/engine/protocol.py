@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from gateway.engine.types import Delta, EngineStats, GenerationRequest, Started
 from kvstore.stats import StoreStats
+from kvstore.store import PrefixStore
 
 
 class EngineProtocol(Protocol):
@@ -24,6 +25,11 @@ class EngineProtocol(Protocol):
 
     @property
     def ready(self) -> bool: ...
+
+    @property
+    def cache(self) -> PrefixStore | None:
+        """The prefix cache, for those who look into it or steer it; None when it is off."""
+        ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Started | Delta, None]:
         """Started first, then Deltas, the last with a finish_reason. Closing it ends the work within a step.

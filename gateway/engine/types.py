@@ -44,6 +44,7 @@ class GenerationRequest:
     sampling: SamplingParams
     namespace: str = ""  # tenant namespace of the prefix cache, derived in the server
     use_cache: bool = True
+    pin_seconds: float | None = None  # keep the prompt's chunks from eviction for this long after the answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,12 @@ class SamplingFields(_Body):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    @property
+    def retention_seconds(self) -> float | None:
+        """How long OpenAI's ``prompt_cache_retention`` asks to keep the prompt cached; None = as it comes."""
+        return 24 * 3600.0 if self.prompt_cache_retention == "24h" else None
 
     @field_validator("stop", mode="before")
     @classmethod

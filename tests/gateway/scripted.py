@@ -64,6 +64,8 @@ class ScriptedEngine:
         self.cancelled: list[str] = []
         self._seen: set[tuple[str, tuple[int, ...]]] = set()
 
+    cache = None  # nothing to steer
+
     async def start(self) -> None:
         self.ready = True
 
