@@ -191,7 +191,7 @@ class DiskTier:
         if size > self._capacity:
             return PutOutcome.OVERSIZE
         with self._write_lock:
-            if not self._health.may_write() or not self._delete_doomed():
+            if not self._attached() or not self._health.may_write() or not self._delete_doomed():
                 return PutOutcome.READ_ONLY
             # LMDB reuses the pages of a drop only in the second transaction after it: with no room to grow, a
             # retry needs this small one in between.
@@ -266,6 +266,24 @@ class DiskTier:
             if not self._health.waiting:
                 self._delete_doomed()
             self._env.close()
+
+    def _attached(self) -> bool:
+        """False while the store's folder or file is gone; after a while it begins anew, empty."""
+        if self._env.attached or self._health.waiting:
+            return True
+        if not self._health.detail:
+            self._health.failed("its folder or its file was removed")
+            return False
+        self._sizes.clear()
+        self._doomed.clear()
+        self._used = 0
+        try:
+            self._env.recreate()
+        except (lmdb.Error, OSError, StoreInUse, DiskUnavailable) as error:
+            self._health.failed(str(error))
+            return False
+        self._remember_identity()
+        return True
 
     def _transact(self, work: Callable[[lmdb.Transaction], None]) -> bool:
         """Run one write transaction. False when it failed: then nothing of it is stored and the tier is read-only."""

@@ -59,6 +59,7 @@ class DiskEnvironment:
         self._gate = threading.Condition()
         self._readers = 0
         self._panicked = False
+        self._inode = -1
         self._env: lmdb.Environment | None = None
         self._dbs: dict[bytes, lmdb._Database] = {}
         self._lock_fd = _take_folder(directory)
@@ -122,6 +123,29 @@ class DiskEnvironment:
         self._open()
         self._panicked = False
 
+    @property
+    def attached(self) -> bool:
+        """Whether the file that is written is still the one in the folder: somebody may have removed either."""
+        try:
+            return os.stat(self.directory / _DATA).st_ino == self._inode
+        except OSError:
+            return False
+
+    def recreate(self) -> None:
+        """Begin anew after the folder or the file was removed; what was stored is gone.
+
+        Raises lmdb.Error, OSError, StoreInUse or DiskUnavailable; it can be tried again.
+        """
+        self._close_env()
+        if not _same_file(self.directory / _LOCK, self._lock_fd):
+            lock_fd = _take_folder(self.directory)
+            os.close(self._lock_fd)
+            self._lock_fd = lock_fd
+        self._delete()
+        self._mark("open", synced=False)
+        self._open()
+        self._panicked = False
+
     def close(self) -> None:
         """Sync, mark the shutdown as clean and let go of the folder."""
         if self._lock_fd < 0:
@@ -167,6 +191,7 @@ class DiskEnvironment:
         except lmdb.Error:
             env.close()
             raise
+        self._inode = os.stat(self.directory / _DATA).st_ino
         with self._gate:
             self._env = env
 
@@ -269,6 +294,13 @@ def _take_folder(directory: Path) -> int:
             f"give each server its own folder"
         ) from error
     return descriptor
+
+
+def _same_file(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def _allocate(path: Path, size: int) -> None:

