@@ -13,6 +13,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from gateway.answer.reader import AnswerReader
 from gateway.api.access import require_key
 from gateway.api.body import parse_object, read_body
 from gateway.api.context import AppState
@@ -20,6 +21,7 @@ from gateway.api.errors import ApiError, model_not_found
 from gateway.api.generation import ClientGone, Generation, stream_answer, unless_gone, whole_answer
 from gateway.api.sse import EventStream
 from gateway.engine.types import CacheReport, GenerationRequest
+from gateway.protocol.logprobs import BytesOf
 from gateway.protocol.requests import ChatRequest, CompletionRequest, SamplingFields
 from gateway.protocol.responses import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat
 
@@ -41,6 +43,7 @@ class Prepared:
     id_prefix: str
     form: Callable[[AnswerHead], AnswerFormat]
     prompt_param: str
+    reader: Callable[[], AnswerReader] = AnswerReader
 
 
 @router.post("/v1/chat/completions")
@@ -102,7 +105,15 @@ async def _in_prompt_thread(
 
 def _prepare_chat(state: AppState, body: Mapping[str, Any]) -> Prepared:
     asked = ChatRequest.parse(body)
-    return Prepared(asked, [state.encoder.encode_chat(asked)], "chatcmpl", ChatFormat, "messages")
+    bytes_of = _bytes_of(state, asked)
+    return Prepared(
+        asked,
+        [state.encoder.encode_chat(asked)],
+        "chatcmpl",
+        lambda head: ChatFormat(head, bytes_of),
+        "messages",
+        lambda: AnswerReader(bytes_of=bytes_of),
+    )
 
 
 def _prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
@@ -114,7 +125,20 @@ def _prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
         for _ in range(asked.choices)
         if asked.echo
     ]
-    return Prepared(asked, prompts, "cmpl", lambda head: CompletionFormat(head, echoed), "prompt")
+    bytes_of = _bytes_of(state, asked)
+    return Prepared(
+        asked,
+        prompts,
+        "cmpl",
+        lambda head: CompletionFormat(head, echoed, bytes_of, top_logprobs=bool(asked.logprobs)),
+        "prompt",
+        lambda: AnswerReader(bytes_of=bytes_of),
+    )
+
+
+def _bytes_of(state: AppState, asked: SamplingFields) -> BytesOf | None:
+    """What log-probabilities are written with, where the client asked for them."""
+    return None if asked.logprob_count is None else state.encoder.token_bytes.of
 
 
 def _prompt_ids(state: AppState, prompt: str | list[int]) -> list[int]:
@@ -142,9 +166,9 @@ async def _answer(state: AppState, request: Request, prepared: Prepared) -> Resp
         headers = {"x-prefix-cache": cache_header(generation.cache)}
         if asked.streams:
             # From here on the response owns the generation, and closes it however it ends.
-            events = stream_answer(generation, form, include_usage=asked.includes_usage)
+            events = stream_answer(generation, form, include_usage=asked.includes_usage, reader=prepared.reader)
             return EventStream(events, generation.close, headers)
-        choices = await unless_gone(request, whole_answer(generation))
+        choices = await unless_gone(request, whole_answer(generation, prepared.reader))
     except BaseException:
         await generation.close()
         raise

@@ -17,7 +17,7 @@ from gateway.engine.detokenise import Detokeniser
 from gateway.engine.loader import LoadedModel
 from gateway.engine.memory import device_memory
 from gateway.engine.runner import ModelRunner, Work
-from gateway.engine.sampler import Sampler
+from gateway.engine.sampler import Sampler, token_logprobs
 from gateway.engine.scheduler import Scheduled, Scheduler
 from gateway.engine.sequence import Event, Sequence, SequenceState
 from gateway.engine.types import (
@@ -33,6 +33,7 @@ from gateway.engine.types import (
     GenerationRequest,
     RequestReport,
     Started,
+    TokenLogprobs,
 )
 from kvstore.stats import StoreStats
 from kvstore.store import PrefixStore
@@ -349,10 +350,12 @@ class Engine:
                 sequence.sampler.note(token)
             else:
                 token = sequence.sampler.sample(logits[row])
+            top = sequence.request.sampling.logprobs
+            logprobs = None if top is None else token_logprobs(logits[row], token, top)
             row += 1
-            self._append(sequence, token)
+            self._append(sequence, token, logprobs)
 
-    def _append(self, sequence: Sequence, token: int) -> None:
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None = None) -> None:
         now = self._clock()
         if sequence.first_token is None:
             sequence.first_token = now
@@ -368,7 +371,8 @@ class Engine:
             reason = FinishReason.LENGTH
         if reason is not None:
             text += sequence.detokeniser.finish()
-        sequence.emit(Delta(text, (token,), reason))
+        shown = () if logprobs is None or is_end else (logprobs,)
+        sequence.emit(Delta(text, (token,), reason, shown))
         if reason is not None:
             self._finish(sequence, reason)
 

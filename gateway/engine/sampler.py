@@ -6,10 +6,18 @@ import secrets
 
 import torch
 
-from gateway.engine.types import SamplingParams
+from gateway.engine.types import SamplingParams, TokenLogprobs
 
 #: Candidates looked at before a full sort; nearly always holds all of top_p's mass.
 _NUCLEUS_GUESS = 512
+
+
+def token_logprobs(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of ``token_id`` and of the ``top`` best tokens in ``logits`` (``[vocab]``, any float dtype)."""
+    row = torch.log_softmax(logits.float(), -1)
+    best = row.topk(min(top, row.numel()))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprobs(token_id, float(row[token_id]), tuple(pairs))
 
 
 class Sampler:

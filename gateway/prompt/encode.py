@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from gateway.prompt.control import ControlTokens
 from gateway.prompt.normalise import NormaliseLevel, Normaliser
 from gateway.prompt.template import ChatTemplate, PromptError
+from gateway.prompt.token_bytes import TokenBytes
 from gateway.protocol.requests import ChatRequest
 
 #: Shorter texts are encoded in less time than it takes to care.
@@ -34,6 +35,7 @@ class PromptEncoder:
         self._control = ControlTokens(tokenizer)
         self._template = ChatTemplate(tokenizer, self._control, self._normaliser)
         self._tokenizer = tokenizer
+        self.token_bytes = TokenBytes(tokenizer)
         self._whole: Tokenizer = tokenizer.backend_tokenizer
         self._whole.no_truncation()
         self._whole.no_padding()

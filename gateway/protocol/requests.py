@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -27,6 +28,7 @@ MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
+MAX_TOP_LOGPROBS = 20
 
 #: The OpenAI API's own default for plain completions; chat answers may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -136,6 +138,11 @@ class SamplingFields(_Body):
         return bool(self.stream)
 
     @property
+    def logprob_count(self) -> int | None:
+        """Alternatives wanted at each token beside its own log-probability; None = no log-probabilities."""
+        return None
+
+    @property
     def choices(self) -> int:
         return self.n or 1
 
@@ -178,12 +185,15 @@ class SamplingFields(_Body):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(stop_ids),
             ignore_eos=bool(self.ignore_eos),
+            logprobs=self.logprob_count,
         )
 
 
 class ChatRequest(SamplingFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -204,6 +214,17 @@ class ChatRequest(SamplingFields):
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other; send one of them")
         return self
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _logprobs_first(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs: true beside it")
+        return value
+
+    @property
+    def logprob_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -228,6 +249,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     prompt: list[str | list[int]]
     echo: bool | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -247,6 +269,20 @@ class CompletionRequest(SamplingFields):
         if len(self.prompt) * self.choices > MAX_CHOICES:
             raise ValueError(f"prompts times n must not be more than {MAX_CHOICES}; send several requests")
         return self
+
+    @field_validator("logprobs")
+    @classmethod
+    def _no_prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("echo"):
+            raise ValueError(
+                "with echo it asks for log-probabilities of the prompt, which a prefix cache doesn't have; leave one "
+                "of them out"
+            )
+        return value
+
+    @property
+    def logprob_count(self) -> int | None:
+        return self.logprobs
 
     @property
     def token_limit(self) -> int | None:

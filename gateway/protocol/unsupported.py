@@ -32,7 +32,7 @@ _COMMON = (
     Rule("use_beam_search", _truthy, "leave it out and sample instead"),
     Rule("min_tokens", _truthy, "leave it out, or use ignore_eos with max_tokens"),
     Rule("bad_words", _truthy, "use logit_bias with the tokens' ids instead"),
-    Rule("prompt_logprobs", _given, "leave it out"),
+    Rule("prompt_logprobs", _given, "leave it out; a cached prefix has no log-probabilities"),
     Rule("length_penalty", _above(1), "leave it out"),
     *(
         Rule(name, _given, "leave it out and ask for the format in the prompt")
@@ -41,8 +41,6 @@ _COMMON = (
 )
 
 _CHAT = (
-    Rule("logprobs", _truthy, "leave it out"),
-    Rule("top_logprobs", _truthy, "leave it out"),
     Rule("functions", _truthy, "describe the functions in a message instead"),
     Rule("audio", _given, "leave it out; answers are text"),
     Rule("modalities", lambda value: value not in (None, [], ["text"]), 'leave it out or send ["text"]'),
@@ -52,7 +50,6 @@ _CHAT = (
 )
 
 _COMPLETION = (
-    Rule("logprobs", _given, "leave it out"),
     Rule("best_of", _above(1), "leave it out or send 1; use n for more answers"),
     Rule("suffix", _truthy, "leave it out; this model can't insert text before a suffix"),
     Rule("prompt_embeds", _given, "send the prompt as text or token ids"),

@@ -25,6 +25,7 @@ from gateway.engine.types import (
     GenerationRequest,
     RequestReport,
     Started,
+    TokenLogprobs,
 )
 from gateway.observe.metrics import Metrics
 from kvstore.stats import StoreStats
@@ -56,6 +57,7 @@ class ScriptedEngine:
         self.ready = True
         self.reasons: list[str] = []
         self.reply: Sequence[str] = REPLY
+        self.tokens: Sequence[int] = ()  # ids of the reply's pieces, when they matter
         self.refuse: EngineError | None = None
         self.fail_after: int | None = None
         self.fail_with: Exception = EngineError("the engine failed on this request; see the server's log")
@@ -88,7 +90,12 @@ class ScriptedEngine:
                 last = i == len(pieces) - 1
                 reason = FinishReason.STOP if len(pieces) == len(self.reply) else FinishReason.LENGTH
                 finished = last
-                yield Delta(piece, (i,), reason if last else None)
+                token = self.tokens[i] if self.tokens else i
+                top = request.sampling.logprobs
+                logprobs = (
+                    () if top is None else (TokenLogprobs(token, -0.5, tuple((7 + j, -1.0 - j) for j in range(top))),)
+                )
+                yield Delta(piece, (token,), reason if last else None, logprobs)
             self._metrics.request_finished(
                 RequestReport(request.request_id, cache, len(pieces), reason, 0.001, 0.02, 0.01)
             )
