@@ -20,10 +20,13 @@ from gateway.api.context import AppState
 from gateway.api.errors import ApiError, model_not_found
 from gateway.api.generation import ClientGone, Generation, stream_answer, unless_gone, whole_answer
 from gateway.api.sse import EventStream
+from gateway.engine.grammar import Grammar, GrammarError
 from gateway.engine.types import CacheReport, GenerationRequest
+from gateway.protocol.errors import InvalidRequest
 from gateway.protocol.logprobs import BytesOf
 from gateway.protocol.requests import ChatRequest, CompletionRequest, SamplingFields
 from gateway.protocol.responses import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat
+from gateway.protocol.structured import Structure
 
 router = APIRouter(dependencies=[Depends(require_key)])
 
@@ -44,6 +47,7 @@ class Prepared:
     form: Callable[[AnswerHead], AnswerFormat]
     prompt_param: str
     reader: Callable[[], AnswerReader] = AnswerReader
+    grammar: Grammar | None = None
 
 
 @router.post("/v1/chat/completions")
@@ -113,6 +117,7 @@ def _prepare_chat(state: AppState, body: Mapping[str, Any]) -> Prepared:
         lambda head: ChatFormat(head, bytes_of),
         "messages",
         lambda: AnswerReader(bytes_of=bytes_of),
+        _grammar(state, asked.structure),
     )
 
 
@@ -133,7 +138,22 @@ def _prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
         lambda head: CompletionFormat(head, echoed, bytes_of, top_logprobs=bool(asked.logprobs)),
         "prompt",
         lambda: AnswerReader(bytes_of=bytes_of),
+        _grammar(state, asked.structure),
     )
+
+
+def _grammar(state: AppState, structure: Structure | None) -> Grammar | None:
+    """The compiled grammar of what the client asked for.
+
+    Raises:
+        InvalidRequest: it is malformed, too large or too complex.
+    """
+    if structure is None:
+        return None
+    try:
+        return state.engine.compile_grammar(structure.spec)
+    except GrammarError as error:
+        raise InvalidRequest(f"{structure.param}: {error}", structure.param, error.code) from None
 
 
 def _bytes_of(state: AppState, asked: SamplingFields) -> BytesOf | None:
@@ -196,7 +216,8 @@ def _requests(state: AppState, request: Request, prepared: Prepared, answer_id: 
             )
         for choice in range(asked.choices):
             sampling = asked.sampling(room=room, vocab_size=engine.vocab_size, choice=choice)
-            requests.append(GenerationRequest(f"{answer_id}-{len(requests)}", ids, sampling, namespace))
+            request_id = f"{answer_id}-{len(requests)}"
+            requests.append(GenerationRequest(request_id, ids, sampling, namespace, grammar=prepared.grammar))
     for each in requests:
         state.metrics.requests.name(each.request_id, request.state.request_id)
     return requests

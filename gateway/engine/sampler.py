@@ -57,9 +57,16 @@ class Sampler:
         """True when argmax of the raw logits is the answer, so that rows can be done in one batched call."""
         return self._params.temperature == 0 and self._bias is None and self._counts is None and self._seen is None
 
-    def sample(self, logits: torch.Tensor) -> int:
-        """Choose a token from ``logits`` (``[vocab]``, any float dtype; not changed)."""
+    def sample(self, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> int:
+        """Choose a token from ``logits`` (``[vocab]``, any float dtype; not changed), none of the ``forbidden``.
+
+        Args:
+            logits: of the model.
+            forbidden: bool ``[vocab]`` on any device, tokens that a grammar rules out.
+        """
         row = self._adjust(logits.float())
+        if forbidden is not None:
+            row = row.masked_fill(forbidden.to(row.device), float("-inf"))
         if self._params.temperature == 0:
             return self._note(int(row.argmax()))
         row = row / self._params.temperature

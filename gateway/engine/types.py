@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gateway.engine.grammar import Grammar
 
 
 class FinishReason(StrEnum):
@@ -46,6 +49,7 @@ class GenerationRequest:
     sampling: SamplingParams
     namespace: str = ""  # tenant namespace of the prefix cache, derived in the server
     use_cache: bool = True
+    grammar: Grammar | None = None  # what the answer must look like
 
 
 @dataclass(frozen=True, slots=True)

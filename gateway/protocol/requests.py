@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -21,6 +22,7 @@ from pydantic import (
 from gateway.engine.types import SamplingParams
 from gateway.prompt.normalise import join_parts
 from gateway.protocol.errors import InvalidRequest
+from gateway.protocol.structured import Structure, structure_of
 from gateway.protocol.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 
 #: Most answers one request may ask for (prompts times n).
@@ -111,6 +113,7 @@ class SamplingFields(_Body):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    _structure: Structure | None = PrivateAttr(None)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -132,6 +135,11 @@ class SamplingFields(_Body):
         if len(value) > MAX_LOGIT_BIAS:
             raise ValueError(f"at most {MAX_LOGIT_BIAS} tokens can have a bias, not {len(value)}")
         return {_token_id(key): _bias_value(bias) for key, bias in value.items()}
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer must look like; None = free text."""
+        return self._structure
 
     @property
     def streams(self) -> bool:
@@ -295,14 +303,16 @@ class CompletionRequest(SamplingFields):
         return _validated(cls, body)
 
 
-T = TypeVar("T", bound=_Body)
+T = TypeVar("T", bound=SamplingFields)
 
 
 def _validated(kind: type[T], body: Mapping[str, Any]) -> T:
     try:
-        return kind.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
         raise InvalidRequest.from_validation(error) from None
+    request._structure = structure_of(body)
+    return request
 
 
 def _is_token_list(value: Any) -> bool:

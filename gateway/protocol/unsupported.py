@@ -34,10 +34,6 @@ _COMMON = (
     Rule("bad_words", _truthy, "use logit_bias with the tokens' ids instead"),
     Rule("prompt_logprobs", _given, "leave it out; a cached prefix has no log-probabilities"),
     Rule("length_penalty", _above(1), "leave it out"),
-    *(
-        Rule(name, _given, "leave it out and ask for the format in the prompt")
-        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar")
-    ),
 )
 
 _CHAT = (
@@ -57,16 +53,14 @@ _COMPLETION = (
 
 
 def refuse_unsupported_chat(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter, or InvalidRequest for a malformed response_format."""
+    """Raises UnsupportedParameter."""
     _apply(_COMMON + _CHAT, body)
     _refuse_tools(body.get("tools"), body.get("tool_choice"))
-    _refuse_format(body.get("response_format"))
 
 
 def refuse_unsupported_completion(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter, or InvalidRequest for a malformed response_format."""
+    """Raises UnsupportedParameter."""
     _apply(_COMMON + _COMPLETION, body)
-    _refuse_format(body.get("response_format"))
 
 
 def _apply(rules: tuple[Rule, ...], body: Mapping[str, Any]) -> None:
@@ -86,24 +80,3 @@ def _refuse_tools(tools: Any, choice: Any) -> None:
         return
     if choice != "none":
         raise UnsupportedParameter("tools", 'leave tools out, or send tool_choice "none"')
-
-
-def _refuse_format(value: Any) -> None:
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return
-    if kind == "json_schema":
-        described = value.get("json_schema")
-        if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
-            raise InvalidRequest(
-                "response_format.json_schema needs a schema object: "
-                '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}',
-                "response_format",
-            )
-    elif kind != "json_object":
-        raise InvalidRequest(
-            'response_format must be an object whose type is "text", "json_object" or "json_schema"', "response_format"
-        )
-    raise UnsupportedParameter("response_format", 'send {"type": "text"} and ask for JSON in the prompt')

@@ -1,8 +1,12 @@
-"""The parts of an answer on SmolLM2 with the official client: log-probabilities."""
+"""The parts of an answer on SmolLM2 with the official client: log-probabilities, structured output."""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from .server import ServerProcess
 from .texts import chat
@@ -34,3 +38,49 @@ def test_log_probabilities_are_the_models_own(server: ServerProcess) -> None:
     logprobs = plain.choices[0].logprobs
     assert logprobs is not None and "".join(logprobs.tokens or []) == plain.choices[0].text
     assert logprobs.text_offset is not None and logprobs.text_offset[0] == 0
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}, "size": {"enum": ["small", "large"]}, "n": {"type": "integer"}},
+    "required": ["city", "size", "n"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_answers_follow_a_schema_greedy_sampled_and_in_company(server: ServerProcess) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+
+    def ask(temperature: float) -> None:
+        answer = server.client.chat.completions.create(
+            model="demo", messages=chat("You answer.", "Tell me about Rome."), response_format=form,  # type: ignore[arg-type]
+            temperature=temperature, max_tokens=150, seed=3,
+        ).choices[0]  # fmt: skip
+        if answer.finish_reason == "stop":  # a number may be longer than any limit
+            city = json.loads(answer.message.content or "")
+            assert set(city) == {"city", "size", "n"} and city["size"] in ("small", "large")
+            assert isinstance(city["n"], int) and len(city["city"]) <= 20
+            ended.append(temperature)
+
+    ended: list[float] = []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, (0, 0.7, 1.0, 1.5)))
+    assert len(ended) >= 2
+
+
+def test_regex_choice_and_grammar(server: ServerProcess) -> None:
+    def ask(**fields: Any) -> tuple[str, str]:
+        answer = server.client.chat.completions.create(
+            model="demo", messages=SHORT, temperature=1, max_tokens=40, extra_body=fields
+        )
+        return answer.choices[0].message.content or "", answer.choices[0].finish_reason
+
+    for _ in range(3):
+        text, reason = ask(guided_regex="[A-Z]{2}-[0-9]{4}")
+        assert re.fullmatch("[A-Z]{2}-[0-9]{4}", text) and reason == "stop"
+    assert ask(structured_outputs={"choice": ["positive", "negative"]})[0] in ("positive", "negative")
+    assert re.fullmatch("x[0-9]+", ask(guided_grammar='root ::= "x" [0-9] [0-9]?')[0])
+    free = server.client.completions.create(
+        model="demo", prompt="One, two,", max_tokens=30, stream=True, extra_body={"guided_choice": ["🫠 three"]}
+    )
+    assert "".join(chunk.choices[0].text for chunk in free) == "🫠 three"

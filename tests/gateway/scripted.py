@@ -16,6 +16,8 @@ from openai import OpenAI
 
 from gateway.app import create_app
 from gateway.config import Settings
+from gateway.engine.grammar import Grammar, GrammarCompiler
+from gateway.engine.grammar_spec import GrammarSpec
 from gateway.engine.types import (
     CacheReport,
     Delta,
@@ -48,6 +50,7 @@ class ScriptedEngine:
         self.created = 1_700_000_000
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size, [2])
         self._metrics = metrics
         self.follow_no_script()
         self.ready = False
@@ -102,6 +105,9 @@ class ScriptedEngine:
         finally:
             if not finished:
                 self.cancelled.append(request.request_id)
+
+    def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        return self._grammars.compile(spec)
 
     def _look_up(self, request: GenerationRequest) -> CacheReport:
         key = (request.namespace, tuple(request.prompt_ids))

@@ -203,15 +203,13 @@ def test_a_malformed_message_is_named(server: Running, message: Any, param: str)
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
 
 
 @pytest.mark.parametrize(
     ("param", "value"),
     [
         ("tools", [TOOL]), ("functions", [{"name": "f"}]), ("audio", {}),
-        ("modalities", ["text", "audio"]), ("response_format", {"type": "json_object"}), ("response_format", SCHEMA),
-        ("guided_json", {}), ("min_tokens", 5), ("use_beam_search", True), ("chat_template", "{{ 1 }}"),
+        ("modalities", ["text", "audio"]), ("min_tokens", 5), ("use_beam_search", True), ("chat_template", "{{ 1 }}"),
         ("prompt_logprobs", 0),
     ],
 )  # fmt: skip
