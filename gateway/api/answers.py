@@ -48,6 +48,7 @@ class Prepared:
     prompt_param: str
     reader: Callable[[], AnswerReader] = AnswerReader
     grammar: Grammar | None = None
+    shown_tokens: frozenset[int] = frozenset()
 
 
 @router.post("/v1/chat/completions")
@@ -110,14 +111,30 @@ async def _in_prompt_thread(
 def _prepare_chat(state: AppState, body: Mapping[str, Any]) -> Prepared:
     asked = ChatRequest.parse(body)
     bytes_of = _bytes_of(state, asked)
+    dialect, use = state.dialect, asked.tool_use
+    prompt = state.encoder.encode_chat(asked)
+    opened = dialect.thinks and state.encoder.ends_in_thought(asked, prompt)
+
+    def reader() -> AnswerReader:
+        return AnswerReader(
+            bytes_of=bytes_of,
+            thoughts=dialect.splitter(opened=opened),
+            tools=dialect.parser(use),
+            call_id=dialect.call_id,
+            parallel=use.parallel or bool(use.forced),
+        )
+
+    param = "tools" if use.forced or asked.structure is None else asked.structure.param
+    spec = dialect.grammar(use, asked.structure.spec if asked.structure else None, opened=opened)
     return Prepared(
         asked,
-        [state.encoder.encode_chat(asked)],
+        [prompt],
         "chatcmpl",
         lambda head: ChatFormat(head, bytes_of),
         "messages",
-        lambda: AnswerReader(bytes_of=bytes_of),
-        _grammar(state, asked.structure),
+        reader,
+        _grammar(state, Structure(param, spec) if spec else None),
+        dialect.shown_tokens(use),
     )
 
 
@@ -217,7 +234,16 @@ def _requests(state: AppState, request: Request, prepared: Prepared, answer_id: 
         for choice in range(asked.choices):
             sampling = asked.sampling(room=room, vocab_size=engine.vocab_size, choice=choice)
             request_id = f"{answer_id}-{len(requests)}"
-            requests.append(GenerationRequest(request_id, ids, sampling, namespace, grammar=prepared.grammar))
+            requests.append(
+                GenerationRequest(
+                    request_id,
+                    ids,
+                    sampling,
+                    namespace,
+                    grammar=prepared.grammar,
+                    shown_tokens=prepared.shown_tokens,
+                )
+            )
     for each in requests:
         state.metrics.requests.name(each.request_id, request.state.request_id)
     return requests

@@ -198,7 +198,9 @@ class Engine:
         sequence = Sequence(
             request=request,
             sampler=Sampler(request.sampling, request.prompt_ids, self.vocab_size, self._loaded.device),
-            detokeniser=Detokeniser(self.tokenizer, request.prompt_ids, request.sampling.stop),
+            detokeniser=Detokeniser(
+                self.tokenizer, request.prompt_ids, request.sampling.stop, shown=request.shown_tokens
+            ),
             emit=emit,
             submitted=self._clock(),
             tokens=list(request.prompt_ids),

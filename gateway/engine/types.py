@@ -50,6 +50,7 @@ class GenerationRequest:
     namespace: str = ""  # tenant namespace of the prefix cache, derived in the server
     use_cache: bool = True
     grammar: Grammar | None = None  # what the answer must look like
+    shown_tokens: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from gateway.engine.types import SamplingParams
 from gateway.prompt.normalise import join_parts
 from gateway.protocol.errors import InvalidRequest
 from gateway.protocol.structured import Structure, structure_of
+from gateway.protocol.tools import ToolUse, tool_use_of
 from gateway.protocol.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 
 #: Most answers one request may ask for (prompts times n).
@@ -76,7 +77,8 @@ class ChatMessage(_Body):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
+    prefix: bool | None = None  # DeepSeek's and Mistral's word for continue_final_message, on the last message
 
     @field_validator("content", mode="before")
     @classmethod
@@ -202,11 +204,13 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    _tool_use: ToolUse = PrivateAttr(default_factory=ToolUse)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -219,8 +223,15 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _one_ending(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
+        """An answer is begun for the model by ``continue_final_message``, or by ``prefix`` on the last message."""
+        last = self.messages[-1]
+        self.continue_final_message = bool(self.continue_final_message or last.prefix)
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other; send one of them")
+        if last.role != "assistant" or not last.content:
+            raise ValueError("continue_final_message needs an assistant message with content last; add one")
         return self
 
     @field_validator("top_logprobs")
@@ -247,11 +258,18 @@ class ChatRequest(SamplingFields):
         """Tools the template shows the model; none when the client forbids calls."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def tool_use(self) -> ToolUse:
+        """Which tools the model may or must call."""
+        return self._tool_use
+
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ChatRequest:
         """Raises InvalidRequest."""
         refuse_unsupported_chat(body)
-        return _validated(cls, body)
+        request = _validated(cls, body)
+        request._tool_use = tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        return request
 
 
 class CompletionRequest(SamplingFields):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gateway.answer.pieces import Piece
+from gateway.answer.pieces import CallPiece, Piece, ToolCall, whole_calls
 from gateway.engine.types import TokenLogprobs
 from gateway.protocol.logprobs import BytesOf, CompletionLogprobs, chat_logprobs
 
@@ -33,6 +33,8 @@ class Choice:
     text: str
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], finish_reason: str) -> Choice:
@@ -41,6 +43,8 @@ class Choice:
             text="".join(piece.content for piece in pieces),
             finish_reason=finish_reason,
             logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+            reasoning="".join(piece.reasoning for piece in pieces),
+            calls=whole_calls(call for piece in pieces for call in piece.calls),
         )
 
 
@@ -86,7 +90,7 @@ class ChatFormat:
         return self._chunk(index, {"role": "assistant", "content": ""}, None)
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._chunk(index, {"content": piece.content}, None, self._logprobs(piece.logprobs))
+        return self._chunk(index, _delta(piece), None, self._logprobs(piece.logprobs))
 
     def ending(self, index: int, finish_reason: str) -> dict[str, Any]:
         return self._chunk(index, {}, finish_reason)
@@ -98,7 +102,7 @@ class ChatFormat:
         listed = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "message": _message(choice),
                 "logprobs": self._logprobs(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -114,6 +118,36 @@ class ChatFormat:
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return _chunk(self._head, "chat.completion.chunk", choice)
+
+
+def _delta(piece: Piece) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.calls:
+        delta["tool_calls"] = [_call_delta(call) for call in piece.calls]
+    return {"content": piece.content, **delta} if piece.content or not delta else delta
+
+
+def _call_delta(call: CallPiece) -> dict[str, Any]:
+    """The first piece of a call says what it is; the others are index and arguments only."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    content = choice.text if choice.text or not choice.calls else None
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
+    return message
 
 
 class CompletionFormat:

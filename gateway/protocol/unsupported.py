@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.protocol.errors import InvalidRequest, UnsupportedParameter
+from gateway.protocol.errors import UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ _COMPLETION = (
 def refuse_unsupported_chat(body: Mapping[str, Any]) -> None:
     """Raises UnsupportedParameter."""
     _apply(_COMMON + _CHAT, body)
-    _refuse_tools(body.get("tools"), body.get("tool_choice"))
 
 
 def refuse_unsupported_completion(body: Mapping[str, Any]) -> None:
@@ -67,16 +66,3 @@ def _apply(rules: tuple[Rule, ...], body: Mapping[str, Any]) -> None:
     for rule in rules:
         if rule.used(body.get(rule.param)):
             raise UnsupportedParameter(rule.param, rule.remedy)
-
-
-def _refuse_tools(tools: Any, choice: Any) -> None:
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise InvalidRequest("tools must be a list of objects", "tools")
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                "tool_choice asks for a tool, but tools is empty; send tools or leave it out", "tool_choice"
-            )
-        return
-    if choice != "none":
-        raise UnsupportedParameter("tools", 'leave tools out, or send tool_choice "none"')

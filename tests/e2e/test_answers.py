@@ -1,4 +1,4 @@
-"""The parts of an answer on SmolLM2 with the official client: log-probabilities, structured output."""
+"""The parts of an answer on SmolLM2 with the official client: log-probabilities, structured output, tools, prefill."""
 
 from __future__ import annotations
 
@@ -84,3 +84,60 @@ def test_regex_choice_and_grammar(server: ServerProcess) -> None:
         model="demo", prompt="One, two,", max_tokens=30, stream=True, extra_body={"guided_choice": ["🫠 three"]}
     )
     assert "".join(chunk.choices[0].text for chunk in free) == "🫠 three"
+
+
+TOOLS: Any = [
+    {"type": "function", "function": {
+        "name": "get_weather", "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 16}, "unit": {"enum": ["C", "F"]}},
+                       "required": ["city", "unit"], "additionalProperties": False},
+    }},
+    {"type": "function", "function": {
+        "name": "set_alarm", "parameters": {"type": "object", "properties": {"hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+                                            "required": ["hour"], "additionalProperties": False},
+    }},
+]  # fmt: skip
+ARGUMENTS = {"get_weather": {"city", "unit"}, "set_alarm": {"hour"}}
+
+
+def test_forced_calls_are_always_valid_and_their_turn_comes_back(server: ServerProcess) -> None:
+    client = server.client
+    messages: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+    named = {"type": "function", "function": {"name": "set_alarm"}}
+    for choice, temperature in (("required", 1.2), (named, 1.2), (named, 0)):
+        answer = client.chat.completions.create(
+            model="demo", messages=messages, tools=TOOLS, tool_choice=choice, temperature=temperature,  # type: ignore[call-overload]
+            parallel_tool_calls=False, max_tokens=120,
+        ).choices[0]  # fmt: skip
+        (call,) = answer.message.tool_calls
+        assert answer.finish_reason == "tool_calls" and answer.message.content is None
+        assert set(json.loads(call.function.arguments)) == ARGUMENTS[call.function.name]
+        assert choice == "required" or call.function.name == "set_alarm"
+
+    again = client.chat.completions.create(
+        model="demo", tools=TOOLS, max_tokens=8,
+        messages=[*messages, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}],
+    )  # fmt: skip
+    assert again.choices[0].message.content or again.choices[0].message.tool_calls
+
+
+def test_a_streamed_call_is_the_whole_one_in_pieces(server: ServerProcess) -> None:
+    fields: Any = {
+        "model": "demo", "messages": [{"role": "user", "content": "Wake me at six."}], "tools": TOOLS,
+        "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0, "max_tokens": 120,
+    }  # fmt: skip
+    (call,) = server.client.chat.completions.create(**fields).choices[0].message.tool_calls or []
+    pieces = []
+    for chunk in server.client.chat.completions.create(**fields, stream=True):
+        pieces += chunk.choices[0].delta.tool_calls or []
+    assert pieces[0].id and pieces[0].function.name == call.function.name  # type: ignore[union-attr]
+    assert len(pieces) > 1 and {p.index for p in pieces} == {0}
+    assert "".join(p.function.arguments for p in pieces) == call.function.arguments  # type: ignore[union-attr]
+
+
+def test_a_prefilled_answer_goes_on(server: ServerProcess) -> None:
+    prefill: Any = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1, 2, 3, 4,"}]
+    answer = server.client.chat.completions.create(
+        model="demo", messages=prefill, max_tokens=4, temperature=0, extra_body={"continue_final_message": True}
+    )
+    assert (answer.choices[0].message.content or "").lstrip().startswith("5")

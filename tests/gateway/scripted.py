@@ -46,7 +46,6 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Any, metrics: Metrics) -> None:
         self.model_id = "demo"
         self.aliases: tuple[str, ...] = ("demo-alias",)
-        self.max_model_len = 128
         self.created = 1_700_000_000
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
@@ -58,6 +57,7 @@ class ScriptedEngine:
     def follow_no_script(self) -> None:
         """Answer plainly, and forget what came before."""
         self.ready = True
+        self.max_model_len = 128
         self.reasons: list[str] = []
         self.reply: Sequence[str] = REPLY
         self.tokens: Sequence[int] = ()  # ids of the reply's pieces, when they matter

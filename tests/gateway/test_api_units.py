@@ -208,7 +208,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        ("tools", [TOOL]), ("functions", [{"name": "f"}]), ("audio", {}),
+        ("functions", [{"name": "f"}]), ("audio", {}),
         ("modalities", ["text", "audio"]), ("min_tokens", 5), ("use_beam_search", True), ("chat_template", "{{ 1 }}"),
         ("prompt_logprobs", 0),
     ],
