@@ -11,7 +11,8 @@ import orjson
 from gateway.prompt.control import ControlTokens, Span
 from gateway.prompt.normalise import Normaliser
 from gateway.prompt.tools import in_hermes_format
-from gateway.protocol.requests import ChatMessage, ChatRequest
+from gateway.protocol.messages import ChatMessage
+from gateway.protocol.requests import ChatRequest
 
 log = logging.getLogger(__name__)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     ValidationError,
@@ -20,8 +17,8 @@ from pydantic import (
 )
 
 from gateway.engine.types import SamplingParams
-from gateway.prompt.normalise import join_parts
 from gateway.protocol.errors import InvalidRequest
+from gateway.protocol.messages import Body, ChatMessage, Int
 from gateway.protocol.structured import Structure, structure_of
 from gateway.protocol.tools import ToolUse, tool_use_of
 from gateway.protocol.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
@@ -44,55 +41,11 @@ _TOKENIZER_ARGUMENTS = frozenset(
 )
 
 
-def _whole_number(value: Any) -> Any:
-    """JSON has one number type: 1e3 is a whole number, 1.5 is not. Beyond 2**53 a double no longer says which."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
-
-
-Int = Annotated[int, BeforeValidator(_whole_number)]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", validate_by_name=True, validate_by_alias=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class FunctionCall(_Body):
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(_Body):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
-    prefix: bool | None = None  # DeepSeek's and Mistral's word for continue_final_message, on the last message
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _one_string(cls, value: Any) -> Any:
-        return join_parts(value) if isinstance(value, list) else value
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is required: send a string or a list of text parts")
-        return self
-
-
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """What chat and plain completions have in common."""
 
     model: str | None = None
