@@ -115,6 +115,8 @@ class PrefixCacheSettings(_Section):
 class EngineSettings(_Section):
     max_batch_size: Annotated[int, Field(ge=1, le=1024, strict=False)] = 16
     prefill_tokens_per_step: Annotated[int, Field(ge=0, strict=False)] = 0
+    deterministic: Annotated[bool, Field(strict=False)] = False
+    shadow_verify: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
 
 
 class LoggingSettings(_Section):

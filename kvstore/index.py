@@ -127,6 +127,11 @@ class PrefixIndex:
     def family(self, root: bytes, parent: Node | None) -> Family:
         return parent.children if parent is not None else self._roots.setdefault(root, Family())
 
+    def children_of(self, root: bytes, parent: Node | None) -> list[Node]:
+        """The chunks that follow ``parent``, or the first ones of a namespace root. Creates nothing."""
+        family = parent.children if parent is not None else self._roots.get(root)
+        return list(family) if family is not None else []
+
     def add(self, node: Node) -> None:
         self._nodes[node.key] = node
         self.family(node.record.parent, node.parent).add(node)

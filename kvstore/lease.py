@@ -26,6 +26,7 @@ class Lease:
     pages: list[int] = field(default_factory=list)
     private: set[int] = field(default_factory=set)  # indexes into pages that no node owns
     hits: dict[TierName, int] = field(default_factory=dict)
+    below_device: int = 0  # tokens of the hit that no page held at the lookup
     published: int = 0  # whole chunks known to the tree (or given up on)
     open: bool = True
 

@@ -29,6 +29,8 @@ class StoreStats:
     disk_write_bytes: int
     disk_read_seconds: float
     disk_write_seconds: float
+    #: Hits below the device, by what was done with them: "load", "recompute" or "split".
+    planner_decisions: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -42,4 +44,5 @@ class StoreCounters:
     demotions: Counter[TierName] = field(default_factory=Counter)
     dropped_stores: Counter[str] = field(default_factory=Counter)
     integrity_failures: Counter[tuple[TierName, str]] = field(default_factory=Counter)
+    planner_decisions: Counter[str] = field(default_factory=Counter)
     leases: int = 0

@@ -6,25 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from kvstore.eviction import EvictionQueue
+from kvstore.ghosts import Departure, Ghosts
 from kvstore.importance import fold, important_shares
 from kvstore.index import Node, Path, PrefixIndex
 from kvstore.keys import TOKEN_BYTES, chunk_key, encode_tokens, root_key
 from kvstore.layout import KVLayout
 from kvstore.lease import Lease
+from kvstore.pins import Pins
+from kvstore.planner import Part, Planner
 from kvstore.policy import make_policy
 from kvstore.stats import StoreCounters, StoreStats
+from kvstore.steering import Explanation, Match, PrefixSummary, Steering
 from kvstore.tiers.base import ChunkRecord, ChunkStats, Tier, TierName, TierUsage
 from kvstore.tiers.device import DeviceArena
 from kvstore.tiers.disk import DiskTier
 from kvstore.transfer import Transfer
 from kvstore.writer import DiskWriter
 
-__all__ = ["Lease", "Match", "PrefixStore"]
+__all__ = ["Explanation", "Lease", "Match", "PrefixStore", "PrefixSummary"]
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +37,7 @@ MIN_NEW_TAIL_TOKENS = 8
 #: A disk that hangs must not keep the process from ending.
 CLOSE_SECONDS = 30.0
 
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What a lookup would find, in tokens by the fastest tier that has them."""
-
-    n_tokens: int
-    tiers: dict[TierName, int]
+_ORDER = {tier: rank for rank, tier in enumerate(TierName)}  # fastest first
 
 
 class PrefixStore:
@@ -78,9 +75,14 @@ class PrefixStore:
         self._counters = StoreCounters()
         self._index = PrefixIndex(layout.chunk_size, self._read_tokens)
         self._queues = {tier: EvictionQueue(make_policy(policy)) for tier in TierName}
+        self.planner = Planner()
+        self._ghosts = Ghosts()
+        self._pins = Pins(self._index, clock)
         self._transfer = Transfer(
-            layout, arena, host, disk, self._index, self._queues, self._counters, self._lock, self._drop_on_disk
-        )
+            layout, arena, host, disk, self._index, self._queues, self._counters, self._lock,
+            self._drop_on_disk, self._departed, self.planner,
+        )  # fmt: skip
+        self._steering = Steering(layout, identity, self._index, self._transfer, self._pins, self._ghosts, self._lock)
         self._writer = DiskWriter(self._transfer, disk, write_queue_chunks) if disk is not None else None
         if disk is not None:
             self._rebuild(disk)
@@ -88,20 +90,29 @@ class PrefixStore:
     # Requests -------------------------------------------------------------------------------------------------
 
     def begin(
-        self, token_ids: Sequence[int], namespace: str = "", *, limit: int | None = None, use_cache: bool = True
+        self,
+        token_ids: Sequence[int],
+        namespace: str = "",
+        *,
+        limit: int | None = None,
+        use_cache: bool = True,
+        whole_chunks: bool = False,
     ) -> Lease:
         """Look up the longest cached prefix and hold every chunk of it. Quick: nothing is copied.
 
-        At most ``limit`` tokens hit, by default all but the last, whose logits are needed.
+        At most ``limit`` tokens hit, by default all but the last, whose logits are needed; with ``whole_chunks`` the
+        hit ends where a whole chunk ends.
         """
         n = len(token_ids)
         limit = n - 1 if limit is None else min(limit, n - 1)
         lease = Lease(root=root_key(self._identity, namespace), caching=use_cache, looked_up=n)
         with self._lock:
+            self._expire_pins()
             self._counters.leases += 1
             if use_cache and limit > 0:
                 lease.tokens = encode_tokens(token_ids)
-                self._hold(lease, self._index.walk(lease.root, lease.tokens[: limit * TOKEN_BYTES]))
+                path = self._index.walk(lease.root, lease.tokens[: limit * TOKEN_BYTES])
+                self._hold(lease, Path(path.nodes, None, 0) if whole_chunks else path)
         return lease
 
     def load(self, lease: Lease) -> None:
@@ -112,7 +123,10 @@ class PrefixStore:
         try:
             self._load_nodes(lease)
             if lease.partial is not None:
-                self._load_partial(lease, lease.partial)
+                if self._worth_loading(self._parts(lease)[-1:], lease):
+                    self._load_partial(lease, lease.partial)
+                else:
+                    self._truncate(lease, len(lease.nodes))
         finally:
             self._account(lease)
 
@@ -181,49 +195,39 @@ class PrefixStore:
     # Looking and steering -------------------------------------------------------------------------------------
 
     def match(self, token_ids: Sequence[int], namespace: str = "") -> Match:
-        """What ``begin`` would find for these tokens; changes nothing."""
-        with self._lock:
-            path = self._index.walk(root_key(self._identity, namespace), encode_tokens(token_ids))
-            tiers: dict[TierName, int] = {}
-            parts = [(node, node.n_tokens) for node in path.nodes]
-            if path.partial is not None:
-                parts.append((path.partial, path.partial_tokens))
-            for node, n_tokens in parts:
-                tier = next(t for t in TierName if t in node.tiers or node.busy)
-                tiers[tier] = tiers.get(tier, 0) + n_tokens
-            return Match(path.n_tokens, tiers)
+        """What ``begin`` would find for these tokens, but for the last-token rule; changes nothing."""
+        return self._steering.match(token_ids, namespace)
 
-    def pin(self, token_ids: Sequence[int], namespace: str = "") -> int:
-        """Keep the cached whole chunks of a prefix from eviction; returns their tokens."""
-        with self._lock:
-            path = self._index.walk(root_key(self._identity, namespace), encode_tokens(token_ids))
-            for node in path.nodes:
-                node.pins.add(path.nodes[-1].key)
-            return sum(node.n_tokens for node in path.nodes)
+    def explain(self, token_ids: Sequence[int], namespace: str = "") -> Explanation:
+        """How far these tokens hit, what the closest cached prompt has there, and whether the next chunk was here."""
+        return self._steering.explain(token_ids, namespace)
+
+    def overview(self, namespace: str = "") -> list[PrefixSummary]:
+        """What is cached in a namespace, by first chunk, most recently used first."""
+        return self._steering.overview(namespace)
+
+    def pin(self, token_ids: Sequence[int], namespace: str = "", *, ttl: float | None = None) -> int:
+        """Keep the cached chunks of a prefix somewhere in the cache, for ``ttl`` seconds or until unpinned.
+
+        Returns their tokens; 0 when none of it is cached. Survives a restart when there is a disk tier. Raises
+        PinLimitExceeded.
+        """
+        pinned = self._steering.pin(token_ids, namespace, ttl)
+        self._save_pins()
+        return pinned
 
     def unpin(self, token_ids: Sequence[int], namespace: str = "") -> int:
-        """End a pin of the same prefix; chunks that another pin keeps stay. Returns the prefix's cached tokens."""
-        with self._lock:
-            path = self._index.walk(root_key(self._identity, namespace), encode_tokens(token_ids))
-            for node in path.nodes:
-                node.pins.discard(path.nodes[-1].key)
-            return sum(node.n_tokens for node in path.nodes)
+        """End a pin of the same prefix; chunks that another pin keeps stay. Returns its tokens, 0 for no such pin."""
+        unpinned = self._steering.unpin(token_ids, namespace)
+        self._save_pins()
+        return unpinned
 
     def forget(self, token_ids: Sequence[int], namespace: str = "") -> int:
-        """Drop what the cache holds of a prefix's end: its last chunk and all below it, unless in use.
+        """Drop what the cache holds of a prefix's end: its last chunk and all below it, unless in use or pinned.
 
         Chunks that merely share their first tokens with the prefix stay. Returns the tokens dropped.
         """
-        with self._lock:
-            tokens = encode_tokens(token_ids)
-            path = self._index.walk(root_key(self._identity, namespace), tokens)
-            rest = tokens[sum(node.n_tokens for node in path.nodes) * TOKEN_BYTES :]
-            last = path.nodes[-1] if path.nodes else None
-            if path.partial is not None and path.partial_tokens in (path.partial.n_tokens, len(rest) // TOKEN_BYTES):
-                last = path.partial
-            elif rest:
-                last = None
-            return self._transfer.drop_subtree(last, reason="forgotten") if last is not None else 0
+        return self._steering.forget(token_ids, namespace)
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -237,6 +241,7 @@ class PrefixStore:
                 promotions=dict(counters.promotions),
                 demotions=dict(counters.demotions),
                 dropped_stores=dict(counters.dropped_stores),
+                planner_decisions=dict(counters.planner_decisions),
                 integrity_failures=dict(counters.integrity_failures),
                 usage=self._usage(),
                 leases=counters.leases,
@@ -271,6 +276,9 @@ class PrefixStore:
         now = self._clock()
         lease.nodes = list(path.nodes)
         lease.partial, lease.partial_tokens = path.partial, path.partial_tokens
+        lease.below_device = sum(node.n_tokens for node in path.nodes if node.page is None)
+        if path.partial is not None and path.partial.page is None:
+            lease.below_device += path.partial_tokens
         for node in [*path.nodes, *([path.partial] if path.partial else [])]:
             self._take(node)
             node.stats.accesses += 1
@@ -323,7 +331,11 @@ class PrefixStore:
             self._drop_partial(lease)
 
     def _load_nodes(self, lease: Lease) -> None:
+        parts = self._parts(lease)
         for position, node in enumerate(lease.nodes):
+            if not self._worth_loading(parts[position:], lease):
+                self._truncate(lease, position)
+                return
             tier = self._transfer.promote(node, lease.pages[-1] if lease.pages else None)
             if tier is None:
                 self._truncate(lease, position)
@@ -333,10 +345,32 @@ class PrefixStore:
             lease.count(tier, node.n_tokens)
         lease.published = len(lease.nodes)
 
+    def _parts(self, lease: Lease) -> list[Part]:
+        """The hit as the planner sees it: each chunk with the fastest tier that has it."""
+        with self._lock:
+            pieces = [(node, node.n_tokens) for node in lease.nodes]
+            if lease.partial is not None:
+                pieces.append((lease.partial, lease.partial_tokens))
+            return [
+                Part(
+                    min(node.tiers, key=_ORDER.__getitem__, default=TierName.GPU),
+                    n,
+                    self._layout.payload_bytes(node.n_tokens),
+                )
+                for node, n in pieces
+            ]
+
+    def _worth_loading(self, parts: list[Part], lease: Lease) -> bool:
+        return self.planner.parts_to_load(parts, lease.hit_tokens) > 0
+
     def _account(self, lease: Lease) -> None:
         """Hits and misses in one step, so that they add up to the lookups at any time."""
         with self._lock:
             counters = self._counters
+            if lease.below_device:
+                loaded = sum(n for tier, n in lease.hits.items() if tier is not TierName.GPU)
+                decision = "load" if loaded >= lease.below_device else "split" if lease.hit_tokens else "recompute"
+                counters.planner_decisions[decision] += 1
             counters.lookups += 1
             counters.lookup_tokens += lease.looked_up
             counters.miss_tokens += lease.looked_up - lease.hit_tokens
@@ -351,7 +385,7 @@ class PrefixStore:
             if self._index.get(key) is not None:
                 return False  # other tokens under this key: keep our chunks private
             node = self._new_node(lease, parent, key, tokens)
-            self._index.add(node)
+            self._add(node)
             self._drop_superseded(node, lease.root)
             fresh.append(node)
         if node.page is None and node.busy is None:
@@ -379,13 +413,32 @@ class PrefixStore:
         if self._index.get(key) is not None:
             return
         node = self._new_node(lease, parent, key, tokens)
-        self._index.add(node)
+        self._add(node)
         self._drop_superseded(node, lease.root)
         self._transfer.own_page(node, lease.pages[index])
         lease.private.discard(index)
         self._take(node)
         lease.nodes.append(node)
         fresh.append(node)
+
+    def _add(self, node: Node) -> None:
+        self._index.add(node)
+        self._ghosts.discard(node.key)
+
+    def _departed(self, node: Node, tier: TierName, reason: str) -> None:
+        self._pins.forget(node)
+        if reason != "superseded":  # a longer chunk has all of it
+            self._ghosts.add(node.key, Departure(self._clock(), tier, reason))
+
+    def _expire_pins(self) -> None:
+        if self._pins.expire():
+            self._save_pins()
+
+    def _save_pins(self) -> None:
+        if self._writer is not None and self._disk is not None:
+            with self._lock:
+                pins = self._pins.snapshot()
+            self._writer.run(lambda disk: disk.save_pins(pins))
 
     def _new_node(self, lease: Lease, parent: Node | None, key: bytes, tokens: bytes) -> Node:
         record = ChunkRecord(
@@ -445,6 +498,7 @@ class PrefixStore:
             self._index.add(node)
         for node in sorted(self._index, key=lambda n: (n.stats.last_access, -n.record.depth)):
             self._queues[TierName.DISK].touch(node)
+        self._pins.restore(disk.pins())
         if orphans:
             disk.drop_many(orphans)
             log.info("dropped %d chunks on disk whose parent is gone", len(orphans))

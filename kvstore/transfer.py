@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ import torch
 from kvstore.eviction import EvictionQueue
 from kvstore.index import Node, PrefixIndex
 from kvstore.layout import KVLayout
+from kvstore.planner import Planner
 from kvstore.stats import StoreCounters
 from kvstore.tiers.base import IntegrityError, PutOutcome, Tier, TierName
 from kvstore.tiers.device import DeviceArena
@@ -32,6 +34,8 @@ class Transfer:
 
     Prefix-closed: a chunk leaves a tier only when no child of it is on that tier, and its last copy only when it has
     no child at all. ``drop_on_disk`` hands deletions to the disk writer: a disk that hangs must not hold the lock.
+    ``on_departure`` is told, under the lock, of every chunk whose last copy went: from which tier, and why.
+    A pinned chunk may leave a tier as long as another one has it.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Transfer:
         counters: StoreCounters,
         lock: threading.RLock,
         drop_on_disk: Callable[[bytes], None],
+        on_departure: Callable[[Node, TierName, str], None],
+        planner: Planner,
     ) -> None:
         self._layout = layout
         self._arena = arena
@@ -55,6 +61,8 @@ class Transfer:
         self._counters = counters
         self._lock = lock
         self._drop_on_disk = drop_on_disk
+        self._on_departure = on_departure
+        self._planner = planner
         self.chunks_on_device = 0
         self._staging: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
         for _ in range(_STAGING_BUFFERS):
@@ -80,9 +88,9 @@ class Transfer:
         return page
 
     def _may_leave_device(self, node: Node) -> bool:
-        if node.held or any(TierName.GPU in child.tiers for child in node.children):
+        if node.leases or node.busy or any(TierName.GPU in child.tiers for child in node.children):
             return False
-        return self._host is not None or len(node.tiers) > 1 or not node.children
+        return self._host is not None or len(node.tiers) > 1 or not (node.children or node.pins)
 
     def _evict_from_device(self, victim: Node) -> int | None:
         """Demote a chunk to host memory, or drop its device copy; None when somebody began to use it meanwhile."""
@@ -91,14 +99,14 @@ class Transfer:
             busy, victim.busy = victim.busy, None
             assert busy is not None
             busy.set()
-            stranded = not demoted and TierName.DISK not in victim.tiers and bool(victim.children)
-            if victim.held or stranded:
+            needed = bool(victim.children or victim.pins)
+            if victim.leases or (needed and not demoted and TierName.DISK not in victim.tiers):
                 self.enlist(victim, TierName.GPU)
                 return None
             page = self._give_up_page(victim)
             self._counters.evictions[TierName.GPU, "capacity"] += 1
             if not victim.tiers:
-                self._index.remove(victim)
+                self._depart(victim, TierName.GPU, "capacity")
         return page
 
     def _demote_to_host(self, node: Node) -> bool:
@@ -136,6 +144,7 @@ class Transfer:
             waiting.wait()
 
     def _promote_busy(self, node: Node, near: int | None) -> TierName | None:
+        started = time.perf_counter()
         page = self.take_page(near)
         tier = None
         try:
@@ -151,6 +160,8 @@ class Transfer:
                 busy, node.busy = node.busy, None
                 assert busy is not None
                 busy.set()
+        if tier is not None:
+            self._planner.observe_load(tier, self._layout.payload_bytes(node.n_tokens), time.perf_counter() - started)
         return tier
 
     def copy_rows(self, node: Node, target: torch.Tensor) -> TierName | None:
@@ -215,7 +226,7 @@ class Transfer:
             reason = "capacity" if victim.tiers or name is TierName.DISK else "lost"
             self._counters.evictions[name, reason] += 1
             if not victim.tiers:
-                self._index.remove(victim)
+                self._depart(victim, name, reason)
             if name is TierName.CPU:
                 self._drop_copy(victim, name)
         if name is TierName.DISK and self._disk is not None:
@@ -223,11 +234,13 @@ class Transfer:
         return True
 
     def _may_leave(self, node: Node, name: TierName) -> bool:
-        if node.busy or node.pins or (node.leases and node.page is None):
+        if node.busy or (node.leases and node.page is None):
             return False
         if any(name in child.tiers for child in node.children):
             return False
-        return len(node.tiers) > 1 or not node.children
+        if node.pins and name is TierName.DISK:
+            return False  # the only tier that a restart leaves
+        return len(node.tiers) > 1 or not (node.children or node.pins)
 
     def drop_subtree(self, top: Node, *, reason: str, lost: bool = False) -> int:
         """Forget a chunk and all below it on every tier, as far as nothing holds them; returns the tokens dropped.
@@ -244,14 +257,24 @@ class Transfer:
                 node.pins.clear()
             if node.held or len(node.children):
                 continue
+            slowest = max(node.tiers, key=list(TierName).index, default=TierName.DISK)
             for name in list(node.tiers):
                 self._queues[name].discard(node)
                 self._counters.evictions[name, reason] += 1
                 self._drop_copy(node, name)
             node.tiers.clear()
-            self._index.remove(node)
+            self._depart(node, slowest, reason)
             dropped += node.n_tokens
         return dropped
+
+    def _depart(self, node: Node, last: TierName, reason: str) -> None:
+        self._index.remove(node)
+        self._on_departure(node, last, reason)
+
+    def largest_capacity(self) -> int:
+        """Bytes of the tier that can hold most."""
+        tiers = [tier.usage().capacity_bytes for tier in (self._host, self._disk) if tier is not None]
+        return max([self._arena.n_pages * self._layout.chunk_bytes, *tiers])
 
     def _drop_copy(self, node: Node, name: TierName) -> None:
         if name is TierName.GPU:

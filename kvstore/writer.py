@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 
 from kvstore.index import Node
 from kvstore.tiers.disk import DiskTier
@@ -26,7 +27,7 @@ class DiskWriter:
         self._transfer = transfer
         self._disk = disk
         self._capacity = capacity
-        self._waiting: deque[Node | bytes] = deque()
+        self._waiting: deque[Node | bytes | Callable[[DiskTier], None]] = deque()
         self._stores = 0
         self._working = False
         self._closing = False
@@ -48,6 +49,12 @@ class DiskWriter:
         """Delete a chunk on disk, after whatever was queued before."""
         with self._changed:
             self._waiting.append(key)
+            self._changed.notify_all()
+
+    def run(self, work: Callable[[DiskTier], None]) -> None:
+        """Do something small with the disk tier on the writer's thread, after whatever was queued before."""
+        with self._changed:
+            self._waiting.append(work)
             self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -75,8 +82,10 @@ class DiskWriter:
             try:
                 if isinstance(item, Node):
                     self._transfer.write_to_disk(item)
-                else:
+                elif isinstance(item, bytes):
                     self._disk.drop(item)
+                else:
+                    item(self._disk)
             except Exception:
                 log.exception("the disk tier's writer failed on a chunk")
             finally:

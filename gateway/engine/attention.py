@@ -83,15 +83,15 @@ class _SharedGroup:
     tail_mask: torch.Tensor  # additive fp32 [members, 1, m], -inf on padding
 
 
-def page_runs(pages: Seq[int], page_size: int, n_tokens: int, first: int = 0) -> list[Run]:
-    """Merge a page table into runs of adjacent slots covering positions ``[first, n_tokens)``."""
+def page_runs(pages: Seq[int], page_size: int, n_tokens: int, first: int = 0, *, merge: bool = True) -> list[Run]:
+    """Runs of adjacent slots covering positions ``[first, n_tokens)``; without ``merge`` one run a page."""
     runs: list[Run] = []
     position = first
     while position < n_tokens:
         index, offset = divmod(position, page_size)
         slot = pages[index] * page_size + offset
         length = min(page_size - offset, n_tokens - position)
-        if runs and runs[-1].slot + runs[-1].length == slot:
+        if merge and runs and runs[-1].slot + runs[-1].length == slot:
             runs[-1] = Run(runs[-1].slot, runs[-1].length + length)
         else:
             runs.append(Run(slot, length))
@@ -121,17 +121,27 @@ class AttentionBatch:
         page_size: slots a page (the chunk size).
         segments: the step's segments, in order of ``q_start``.
         scratch: the reused score buffer.
+        deterministic: make the result independent of where pages lie and of who else is in the step.
     """
 
-    def __init__(self, kv: torch.Tensor, page_size: int, segments: Seq[Segment], scratch: ScoreScratch) -> None:
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        page_size: int,
+        segments: Seq[Segment],
+        scratch: ScoreScratch,
+        *,
+        deterministic: bool = False,
+    ) -> None:
         self.kv = kv
+        self.merge_pages = not deterministic
         self.scratch = scratch
         self.page_size = page_size
         self.segments = list(segments)
         self.n_tokens = sum(s.q_len for s in self.segments)
         self._slots: torch.Tensor | None = None
         self._masks: dict[tuple[int, int, int, int, int], torch.Tensor | None] = {}
-        self.groups = self._group_decodes()
+        self.groups = [] if deterministic else self._group_decodes()
         grouped = {id(member) for group in self.groups for member in group.members}
         self.singles = [s for s in self.segments if id(s) not in grouped]
         if len(self.segments) > 1:
@@ -296,7 +306,7 @@ def _attend_products(
         k1 = q0 + n
         row = segment.q_start + lo
         queries = q[:, row : row + n].reshape(kv_heads, group * n, head_dim)
-        runs = page_runs(segment.pages, batch.page_size, k1, k0)
+        runs = page_runs(segment.pages, batch.page_size, k1, k0, merge=batch.merge_pages)
         columns = k1 - k0 + (shape.sinks is not None)
         scores = batch.scratch.take(kv_heads * group * n * columns, q).view(kv_heads, group * n, columns)
         _fill_scores(scores, queries, runs, k_arena, shape.scaling)

@@ -109,6 +109,7 @@ def _build_store(settings: Settings, layout: KVLayout, identity: Identity, arena
                 Path(cache.disk_cache_dir).expanduser(),
                 int(cache.disk_cache_gb * 1024**3),
                 identity=identity.digest,
+                identity_parts=identity.parts,
                 durable=cache.durable,
             )
         except DiskUnavailable as error:
@@ -125,4 +126,6 @@ def _engine_config(settings: Settings) -> EngineConfig:
         prefill_tokens_per_step=settings.engine.prefill_tokens_per_step,
         probe_heads=settings.prefix_cache.probe_heads,
         cache_enabled=settings.prefix_cache.enable,
+        deterministic=settings.engine.deterministic,
+        shadow_verify=settings.engine.shadow_verify,
     )

@@ -59,6 +59,8 @@ class EngineConfig:
     prefill_tokens_per_step: int = 0
     probe_heads: int = 3
     cache_enabled: bool = True
+    deterministic: bool = False
+    shadow_verify: float = 0.0
 
 
 class Engine:
@@ -94,11 +96,12 @@ class Engine:
         self._store = store
         self._observer = observer
         self._clock = clock
-        self._runner = ModelRunner(loaded, arena)
+        self._runner = ModelRunner(loaded, arena, deterministic=config.deterministic)
         self._scheduler = Scheduler(
             store,
             chunk_size=arena.layout.chunk_size,
             max_batch_size=config.max_batch_size,
+            publish=lambda sequence: self._publish(sequence, final=True),
             prefill_tokens=config.prefill_tokens_per_step,
         )
         self._probe_heads = spread_heads(config.probe_heads, loaded.geometry.heads, loaded.geometry.kv_heads)
@@ -260,7 +263,11 @@ class Engine:
             sequence.admitted = self._clock()
         request = sequence.request
         lease = self._store.begin(
-            sequence.tokens, request.namespace, use_cache=request.use_cache and self._config.cache_enabled
+            sequence.tokens,
+            request.namespace,
+            use_cache=request.use_cache and self._config.cache_enabled,
+            # A hit inside a chunk would make the pieces of the prefill, and so its rounding, other than cold.
+            whole_chunks=self._config.deterministic,
         )
         sequence.lease = lease
 
@@ -306,6 +313,7 @@ class Engine:
         started = self._clock()
         try:
             logits = self._runner.forward([self._work(item) for item in plan])
+            self._observe_speed(plan, started)
             self._advance(plan, logits)
         except Exception:
             log.exception("an engine step failed; its requests are ended")
@@ -314,6 +322,12 @@ class Engine:
         decodes = sum(item.n_tokens == 1 for item in plan)
         tokens = sum(item.n_tokens for item in plan)
         self._observer.step_finished(self._clock() - started, tokens - decodes, decodes)
+
+    def _observe_speed(self, plan: list[Scheduled], started: float) -> None:
+        """Tell the planner how long a piece of prefill took that had the step for itself."""
+        if len(plan) == 1 and plan[0].n_tokens > 1:
+            item = plan[0]
+            self._store.planner.observe_compute(item.sequence.computed, item.n_tokens, self._clock() - started)
 
     def _resolve_stall(self) -> None:
         """Nothing could be planned. With loads in flight that passes; otherwise no page will ever come free."""
@@ -357,7 +371,7 @@ class Engine:
             assert sequence.lease is not None
             chunk = self._arena.layout.chunk_size
             if sequence.computed // chunk > before // chunk:
-                self._store.publish(sequence.lease, sequence.tokens, sequence.computed)
+                self._publish(sequence)
             if not last:
                 continue
             try:
@@ -425,10 +439,18 @@ class Engine:
         """Publish the computed tokens and measure which prompt tokens mattered, off the answer's critical path."""
         lease, probe = sequence.lease, sequence.probe
         assert lease is not None
-        self._store.publish(lease, sequence.tokens, sequence.computed, final=True)
+        self._publish(sequence, final=True)
         if probe is not None and probe.queries and sequence.computed >= sequence.prompt_length:
             scores = self._runner.probe_scores(probe, lease.pages, sequence.prompt_length)
             self._store.record_importance(lease, scores)
+
+    def _publish(self, sequence: Sequence, *, final: bool = False) -> None:
+        assert sequence.lease is not None
+        if not self._config.deterministic:
+            self._store.publish(sequence.lease, sequence.tokens, sequence.computed, final=final)
+        else:  # decoding rounds otherwise than prefill: only whole chunks of the prompt are what a cold run computes
+            computed = min(sequence.computed, sequence.prompt_length)
+            self._store.publish(sequence.lease, sequence.tokens, computed)
 
     def _report(self, sequence: Sequence, reason: FinishReason) -> None:
         first, last, count = sequence.first_token, sequence.last_token, sequence.answer_length

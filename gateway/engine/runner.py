@@ -30,9 +30,14 @@ class Work:
 
 
 class ModelRunner:
-    """Runs steps of a loaded model over an arena. Not thread-safe: the engine thread owns it."""
+    """Runs steps of a loaded model over an arena. Not thread-safe: the engine thread owns it.
 
-    def __init__(self, loaded: LoadedModel, arena: DeviceArena) -> None:
+    With ``deterministic`` each sequence runs by itself: matrix products may round a row differently with another
+    number of rows beside it.
+    """
+
+    def __init__(self, loaded: LoadedModel, arena: DeviceArena, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
         self._model = loaded.model
         self._device = loaded.device
         self._arena = arena
@@ -48,6 +53,11 @@ class ModelRunner:
         Returns:
             ``[n, vocab]`` in the model's dtype, rows in the order of ``batch``; ``n`` may be 0.
         """
+        if self._deterministic and len(batch) > 1:
+            return torch.cat([self._forward([work]) for work in batch])
+        return self._forward(batch)
+
+    def _forward(self, batch: Seq[Work]) -> torch.Tensor:
         token_ids: list[int] = []
         positions: list[int] = []
         segments: list[Segment] = []
@@ -58,7 +68,13 @@ class ModelRunner:
             positions.extend(range(work.start, work.start + len(work.token_ids)))
             if work.wants_logits:
                 rows.append(len(token_ids) - 1)
-        kv_batch = AttentionBatch(self._arena.kv, self._arena.layout.chunk_size, segments, self._scratch)
+        kv_batch = AttentionBatch(
+            self._arena.kv,
+            self._arena.layout.chunk_size,
+            segments,
+            self._scratch,
+            deterministic=self._deterministic,
+        )
         keep = torch.tensor(rows or [len(token_ids) - 1], device=self._device)
         extra = {"logits_to_keep": keep} if self._takes_rows else {}
         output = self._model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.engine.sequence import Sequence, SequenceState
@@ -32,10 +33,20 @@ class Scheduler:
         chunk_size: tokens a page.
         max_batch_size: sequences admitted (running or loading) at once.
         prefill_tokens: prefill budget of a step; 0 = one chunk while others decode, two otherwise.
+        publish: keeps what a preempted sequence has computed.
     """
 
-    def __init__(self, store: PrefixStore, *, chunk_size: int, max_batch_size: int, prefill_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        store: PrefixStore,
+        *,
+        chunk_size: int,
+        max_batch_size: int,
+        publish: Callable[[Sequence], None],
+        prefill_tokens: int = 0,
+    ) -> None:
         self._store = store
+        self._publish = publish
         self._chunk_size = chunk_size
         self._max_batch_size = max_batch_size
         self._prefill_tokens = prefill_tokens
@@ -97,7 +108,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Give its pages back and queue it first; what it computed stays cached, so little is lost."""
         assert sequence.lease is not None
-        self._store.publish(sequence.lease, sequence.tokens, sequence.computed, final=True)
+        self._publish(sequence)
         self._store.release(sequence.lease)
         sequence.lease = None
         sequence.computed = 0

@@ -67,6 +67,8 @@ def _movements(store: StoreStats) -> Iterable[Metric]:
     yield _labelled("kvgate_tier_promotions", "Chunks promoted from a tier", ["tier"], _by_tier(store.promotions))
     yield _labelled("kvgate_tier_demotions", "Chunks demoted to a tier", ["tier"], _by_tier(store.demotions))
     yield _labelled("kvgate_dropped_stores", "Chunks not written behind", ["reason"], _by_name(store.dropped_stores))
+    decisions = {"load": 0, "split": 0, "recompute": 0} | store.planner_decisions
+    yield _labelled("kvgate_planner_decisions", "Hits below the device, by plan", ["decision"], _by_name(decisions))
     yield _labelled(
         "kvgate_integrity_failures", "Stored chunks that failed verification", ["tier", "cause"],
         _by_names(store.integrity_failures),

@@ -39,6 +39,7 @@ RETRY_SECONDS = 5.0
 
 _LMDB_VALUE_HEAD = 16  # LMDB's own bytes before a value that has pages of its own
 _GROUP = struct.Struct(">H")  # big-endian: a chunk's values are neighbours, in order
+_EXPIRY = struct.Struct("<d")
 _MAP_FULL_BUDGET = 0.9
 _MAP_SLACK = 16 * 1024 * 1024  # tree pages, and the copy-on-write of small stores
 
@@ -233,6 +234,18 @@ class DiskTier:
             if known and not self._health.waiting:
                 self._transact(lambda txn: self._write_stats(txn, known))
 
+    def save_pins(self, pins: Mapping[bytes, float]) -> None:
+        """Replace the stored pins: end time (seconds, ``inf`` for none) by the key of the prefix's last chunk."""
+        with self._write_lock:
+            if not self._health.waiting:
+                self._transact(lambda txn: self._write_pins(txn, pins))
+
+    def pins(self) -> dict[bytes, float]:
+        """What ``save_pins`` stored last. Raises lmdb.Error."""
+        with self._env.read() as txn:
+            rows = [(bytes(key), bytes(value)) for key, value in txn.cursor(db=self._env.db(b"pins"))]
+        return {key: _EXPIRY.unpack(value)[0] for key, value in rows if len(value) == _EXPIRY.size}
+
     def clear(self) -> None:
         """Delete everything and give the space back to the file system."""
         with self._write_lock:
@@ -299,6 +312,12 @@ class DiskTier:
             row = None if packed is None else ChunkRow.unpack(key, bytes(packed))
             if row is not None:
                 txn.put(key, ChunkRow(row.record, new, row.stored_bytes).pack(), db=chunks)
+
+    def _write_pins(self, txn: lmdb.Transaction, pins: Mapping[bytes, float]) -> None:
+        database = self._env.db(b"pins")
+        txn.drop(database, delete=False)
+        for key, expiry in pins.items():
+            txn.put(key, _EXPIRY.pack(expiry), db=database)
 
     def _delete_doomed(self) -> bool:
         """Remove dropped chunks from the file. False when that failed."""

@@ -29,7 +29,7 @@ FORMAT_VERSION = 1
 _DATA, _READERS, _LOCK, _MARKER = "data.mdb", "lock.mdb", "kvstore.lock", "kvstore.json"
 _READER_TABLE_BYTES = 64 * 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_DATABASES = (b"chunks", b"tokens", b"values", b"meta")
+_DATABASES = (b"chunks", b"tokens", b"values", b"meta", b"pins")
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

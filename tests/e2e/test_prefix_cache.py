@@ -42,7 +42,7 @@ def wait_for_disk(server: ServerProcess, chunks: int) -> None:
 def test_a_second_request_skips_the_prefix_and_answers_the_same(server: ServerProcess) -> None:
     prefix = document(21, 60)
     cold_text, cached, _, header = answer(server.client, prefix)
-    assert cached == 0 and header.startswith("miss")
+    assert cached < 12, "at most the template's own first words"
     warm_text, cached, prompt, header = answer(server.client, prefix)
     assert warm_text == cold_text
     assert cached == prompt - 1, "the same prompt again: all but the last token, whose logits are needed"
@@ -148,11 +148,11 @@ def test_metrics_add_up(server: ServerProcess) -> None:
 
 def test_a_client_that_goes_away_stops_its_work(server: ServerProcess) -> None:
     body = {"model": "demo", "messages": chat("You write.", "Write a very long story."), "stream": True,
-            "max_tokens": 3000, "logit_bias": {"2": -100}}  # fmt: skip
+            "max_tokens": 3000, "ignore_eos": True}  # fmt: skip
     with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
-        for count, _ in enumerate(response.iter_lines()):
-            if count > 4:
-                break
+        lines = response.iter_lines()  # kept: the connection closes with it
+        for _ in range(5):
+            next(lines)
         assert server.metric("kvgate_requests_running") == 1
     waited = time.monotonic() + 5
     while server.metric("kvgate_requests_running"):
@@ -163,7 +163,7 @@ def test_a_client_that_goes_away_stops_its_work(server: ServerProcess) -> None:
 
 def test_a_cancelled_wait_for_a_whole_answer_stops_too(server: ServerProcess) -> None:
     body = {"model": "demo", "messages": chat("You write.", "Write a very long story."), "max_tokens": 3000,
-            "logit_bias": {"2": -100}}  # fmt: skip
+            "ignore_eos": True}  # fmt: skip
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/chat/completions", json=body, timeout=1.0)
     waited = time.monotonic() + 5
