@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from fastapi import FastAPI
 
+from gateway.answer.dialect import Dialect
 from gateway.api import answers, cache, errors, health, models
 from gateway.api.context import AppState
 from gateway.api.middleware import NormalisePath, RequestContext
@@ -38,6 +39,7 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
         settings=settings,
         engine=engine,
         encoder=PromptEncoder(engine.tokenizer, settings.prefix_cache.normalise),
+        dialect=Dialect.of(engine.tokenizer, settings.model.tool_parser, settings.model.reasoning_parser),
         metrics=metrics,
         keys=KeyCheck(server.api_key),
         namespaces=Namespaces(settings.prefix_cache.namespace),

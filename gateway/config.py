@@ -77,6 +77,8 @@ class ModelSettings(_Section):
     max_model_len: Annotated[int, Field(ge=0, strict=False)] = 0
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1, strict=False)] = 0.85
+    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "json"] = "auto"
+    reasoning_parser: Literal["auto", "think", "off"] = "auto"
 
 
 class PrefixCacheSettings(_Section):

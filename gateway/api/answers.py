@@ -13,15 +13,20 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
+from gateway.answer.reader import AnswerReader
 from gateway.api.access import require_key
 from gateway.api.body import parse_object, read_body
 from gateway.api.context import AppState
 from gateway.api.errors import ApiError, model_not_found
 from gateway.api.generation import ClientGone, Generation, stream_answer, unless_gone, whole_answer
 from gateway.api.sse import EventStream
+from gateway.engine.grammar import Grammar, GrammarError
 from gateway.engine.types import CacheReport, GenerationRequest
+from gateway.protocol.errors import InvalidRequest
+from gateway.protocol.logprobs import BytesOf
 from gateway.protocol.requests import ChatRequest, CompletionRequest, SamplingFields
 from gateway.protocol.responses import AnswerFormat, AnswerHead, ChatFormat, CompletionFormat
+from gateway.protocol.structured import Structure
 
 router = APIRouter(dependencies=[Depends(require_key)])
 
@@ -41,6 +46,9 @@ class Prepared:
     id_prefix: str
     form: Callable[[AnswerHead], AnswerFormat]
     prompt_param: str
+    reader: Callable[[], AnswerReader] = AnswerReader
+    grammar: Grammar | None = None
+    shown_tokens: frozenset[int] = frozenset()
 
 
 @router.post("/v1/chat/completions")
@@ -107,7 +115,32 @@ async def _in_prompt_thread(
 
 def _prepare_chat(state: AppState, body: Mapping[str, Any]) -> Prepared:
     asked = ChatRequest.parse(body)
-    return Prepared(asked, [state.encoder.encode_chat(asked)], "chatcmpl", ChatFormat, "messages")
+    bytes_of = _bytes_of(state, asked)
+    dialect, use = state.dialect, asked.tool_use
+    prompt = state.encoder.encode_chat(asked)
+    opened = dialect.thinks and state.encoder.ends_in_thought(asked, prompt)
+
+    def reader() -> AnswerReader:
+        return AnswerReader(
+            bytes_of=bytes_of,
+            thoughts=dialect.splitter(opened=opened),
+            tools=dialect.parser(use),
+            call_id=dialect.call_id,
+            parallel=use.parallel or bool(use.forced),
+        )
+
+    param = "tools" if use.forced or asked.structure is None else asked.structure.param
+    spec = dialect.grammar(use, asked.structure.spec if asked.structure else None, opened=opened)
+    return Prepared(
+        asked,
+        [prompt],
+        "chatcmpl",
+        lambda head: ChatFormat(head, bytes_of),
+        "messages",
+        reader,
+        _grammar(state, Structure(param, spec) if spec else None),
+        dialect.shown_tokens(use),
+    )
 
 
 def prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
@@ -119,7 +152,35 @@ def prepare_completion(state: AppState, body: Mapping[str, Any]) -> Prepared:
         for _ in range(asked.choices)
         if asked.echo
     ]
-    return Prepared(asked, prompts, "cmpl", lambda head: CompletionFormat(head, echoed), "prompt")
+    bytes_of = _bytes_of(state, asked)
+    return Prepared(
+        asked,
+        prompts,
+        "cmpl",
+        lambda head: CompletionFormat(head, echoed, bytes_of, top_logprobs=bool(asked.logprobs)),
+        "prompt",
+        lambda: AnswerReader(bytes_of=bytes_of),
+        _grammar(state, asked.structure),
+    )
+
+
+def _grammar(state: AppState, structure: Structure | None) -> Grammar | None:
+    """The compiled grammar of what the client asked for.
+
+    Raises:
+        InvalidRequest: it is malformed, too large or too complex.
+    """
+    if structure is None:
+        return None
+    try:
+        return state.engine.compile_grammar(structure.spec)
+    except GrammarError as error:
+        raise InvalidRequest(f"{structure.param}: {error}", structure.param, error.code) from None
+
+
+def _bytes_of(state: AppState, asked: SamplingFields) -> BytesOf | None:
+    """What log-probabilities are written with, where the client asked for them."""
+    return None if asked.logprob_count is None else state.encoder.token_bytes.of
 
 
 def _prompt_ids(state: AppState, prompt: str | list[int]) -> list[int]:
@@ -147,9 +208,9 @@ async def _answer(state: AppState, request: Request, prepared: Prepared) -> Resp
         headers = {"x-prefix-cache": cache_header(generation.cache)}
         if asked.streams:
             # From here on the response owns the generation, and closes it however it ends.
-            events = stream_answer(generation, form, include_usage=asked.includes_usage)
+            events = stream_answer(generation, form, include_usage=asked.includes_usage, reader=prepared.reader)
             return EventStream(events, generation.close, headers)
-        choices = await unless_gone(request, whole_answer(generation))
+        choices = await unless_gone(request, whole_answer(generation, prepared.reader))
     except BaseException:
         await generation.close()
         raise
@@ -177,9 +238,16 @@ def _requests(state: AppState, request: Request, prepared: Prepared, answer_id: 
             )
         for choice in range(asked.choices):
             sampling = asked.sampling(room=room, vocab_size=engine.vocab_size, choice=choice)
+            request_id = f"{answer_id}-{len(requests)}"
             requests.append(
                 GenerationRequest(
-                    f"{answer_id}-{len(requests)}", ids, sampling, namespace, pin_seconds=asked.retention_seconds
+                    request_id,
+                    ids,
+                    sampling,
+                    namespace,
+                    grammar=prepared.grammar,
+                    shown_tokens=prepared.shown_tokens,
+                    pin_seconds=asked.retention_seconds,
                 )
             )
     for each in requests:

@@ -8,6 +8,7 @@ from typing import cast
 from anyio import CapacityLimiter
 from fastapi import Request
 
+from gateway.answer.dialect import Dialect
 from gateway.auth.keys import KeyCheck
 from gateway.auth.namespace import Namespaces
 from gateway.config import Settings
@@ -25,6 +26,7 @@ class AppState:
     settings: Settings
     engine: EngineProtocol
     encoder: PromptEncoder
+    dialect: Dialect
     metrics: Metrics
     keys: KeyCheck
     namespaces: Namespaces

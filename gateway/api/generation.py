@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Request
 
+from gateway.answer.pieces import Piece
+from gateway.answer.reader import AnswerReader
 from gateway.api.errors import ApiError
 from gateway.api.sse import DONE, disconnected, event
 from gateway.engine.protocol import EngineProtocol
@@ -142,19 +144,42 @@ class Generation:
             self._all_led.set()
 
 
+async def read_answers(
+    generation: Generation, reader: Callable[[], AnswerReader]
+) -> AsyncIterator[tuple[int, Piece, str | None]]:
+    """Index, piece and (with the last one) finish reason of each answer, as they come.
+
+    Args:
+        generation: started.
+        reader: makes the reader of one answer.
+
+    Raises:
+        Exception: what ended one of them.
+    """
+    readers = [reader() for _ in range(generation.choices)]
+    async for index, delta in generation.deltas():
+        piece = readers[index].read(delta)
+        reason = delta.finish_reason
+        yield index, piece, None if reason is None else readers[index].finish_reason(_checked(reason))
+
+
 async def stream_answer(
-    generation: Generation, form: AnswerFormat, *, include_usage: bool
+    generation: Generation,
+    form: AnswerFormat,
+    *,
+    include_usage: bool,
+    reader: Callable[[], AnswerReader] = AnswerReader,
 ) -> AsyncGenerator[bytes, None]:
     """Events of a started generation, ``[DONE]`` last; a failure is an event before it. Closing is the caller's."""
     try:
         for index in range(generation.choices):
             if (opening := form.opening(index)) is not None:
                 yield event(opening)
-        async for index, delta in generation.deltas():
-            if delta.text:
-                yield event(form.piece(index, delta.text))
-            if delta.finish_reason is not None:
-                yield event(form.ending(index, _shown(delta.finish_reason)))
+        async for index, piece, reason in read_answers(generation, reader):
+            if piece:
+                yield event(form.piece(index, piece))
+            if reason is not None:
+                yield event(form.ending(index, reason))
         if include_usage:
             yield event(form.usage(generation.usage))
     except Exception as error:
@@ -162,27 +187,26 @@ async def stream_answer(
     yield DONE
 
 
-async def whole_answer(generation: Generation) -> list[Choice]:
+async def whole_answer(generation: Generation, reader: Callable[[], AnswerReader] = AnswerReader) -> list[Choice]:
     """All answers of a started generation.
 
     Raises:
         Exception: what ended one of them.
     """
-    texts: list[list[str]] = [[] for _ in range(generation.choices)]
+    pieces: list[list[Piece]] = [[] for _ in range(generation.choices)]
     reasons = [""] * generation.choices
-    async for index, delta in generation.deltas():
-        texts[index].append(delta.text)
-        if delta.finish_reason is not None:
-            reasons[index] = _shown(delta.finish_reason)
-    return [Choice("".join(text), reason) for text, reason in zip(texts, reasons, strict=True)]
+    async for index, piece, reason in read_answers(generation, reader):
+        pieces[index].append(piece)
+        reasons[index] = reason or reasons[index]
+    return [Choice.of(made, reason) for made, reason in zip(pieces, reasons, strict=True)]
 
 
-def _shown(reason: FinishReason) -> str:
-    """The reason in the API's words.
+def _checked(reason: FinishReason) -> FinishReason:
+    """A reason that clients may see.
 
     Raises:
         ApiError: the engine gave up; a client must not take what it has for a whole answer.
     """
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return reason.value
+        return reason
     raise ApiError(500, "the engine ended this answer early; send the request again", code="engine_error")

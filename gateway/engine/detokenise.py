@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
@@ -20,20 +21,27 @@ class Detokeniser:
         tokenizer: a fast tokenizer of transformers.
         prompt_ids: the prompt, for context.
         stop: stop strings; the answer ends before the first that appears.
+        shown: special tokens whose text is part of the answer's; all others are left out.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: list[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt_ids: list[int], stop: tuple[str, ...] = (), shown: Collection[int] = ()
+    ) -> None:
         self._decode = tokenizer.backend_tokenizer.decode
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._prefix = 0
         self._read = len(self._ids)
         self._stop = stop
+        self._shown = {token: tokenizer.convert_ids_to_tokens(token) for token in shown}
         self._held = ""  # text that may turn out to be the head of a stop string
         self.stopped = False
 
     def add(self, token_id: int) -> str:
         """Text that became certain with this token; sets ``stopped`` when a stop string is complete."""
         self._ids.append(token_id)
+        if (shown := self._shown.get(token_id)) is not None:
+            self._prefix, self._read = len(self._ids) - 1, len(self._ids)
+            return self._release(shown)
         return self._release(self._new_text())
 
     def finish(self) -> str:

@@ -14,10 +14,12 @@ import torch
 
 from gateway.engine.attention import ProbeSink
 from gateway.engine.detokenise import Detokeniser
+from gateway.engine.grammar import Grammar, GrammarCompiler, GrammarError
+from gateway.engine.grammar_spec import GrammarSpec
 from gateway.engine.loader import LoadedModel
 from gateway.engine.memory import device_memory
 from gateway.engine.runner import ModelRunner, Work
-from gateway.engine.sampler import Sampler
+from gateway.engine.sampler import Sampler, token_logprobs
 from gateway.engine.scheduler import Scheduled, Scheduler
 from gateway.engine.sequence import Event, Sequence, SequenceState
 from gateway.engine.types import (
@@ -33,6 +35,7 @@ from gateway.engine.types import (
     GenerationRequest,
     RequestReport,
     Started,
+    TokenLogprobs,
 )
 from kvstore.stats import StoreStats
 from kvstore.steering import PinLimitExceeded
@@ -104,6 +107,7 @@ class Engine:
         )
         self._probe_heads = spread_heads(config.probe_heads, loaded.geometry.heads, loaded.geometry.kv_heads)
         self._model_bytes = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+        self._grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._by_id: dict[str, Sequence] = {}
         self._wake = threading.Condition()
         self._inbox: list[Sequence] = []
@@ -134,6 +138,7 @@ class Engine:
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._loaders.shutdown)
+        self._grammars.close()
         await asyncio.to_thread(self._store.close)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Started | Delta, None]:
@@ -164,6 +169,14 @@ class Engine:
             if not finished:
                 self._cancel(request.request_id)
 
+    def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        """Make a grammar ready for ``GenerationRequest.grammar``. Blocks for up to seconds; from any thread.
+
+        Raises:
+            GrammarError: malformed, too large or too complex.
+        """
+        return self._grammars.compile(spec)
+
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
@@ -193,10 +206,13 @@ class Engine:
         sequence = Sequence(
             request=request,
             sampler=Sampler(request.sampling, request.prompt_ids, self.vocab_size, self._loaded.device),
-            detokeniser=Detokeniser(self.tokenizer, request.prompt_ids, request.sampling.stop),
+            detokeniser=Detokeniser(
+                self.tokenizer, request.prompt_ids, request.sampling.stop, shown=request.shown_tokens
+            ),
             emit=emit,
             submitted=self._clock(),
             tokens=list(request.prompt_ids),
+            matcher=request.grammar.matcher() if request.grammar is not None else None,
         )
         with self._wake:
             if self._closing:
@@ -363,15 +379,25 @@ class Engine:
                 self._publish(sequence)
             if not last:
                 continue
-            if sequence.sampler.is_plain_greedy:
-                token = greedy[row]
-                sequence.sampler.note(token)
-            else:
-                token = sequence.sampler.sample(logits[row])
+            try:
+                token = self._choose(sequence, logits[row], greedy[row])
+                top = sequence.request.sampling.logprobs
+                logprobs = None if top is None else token_logprobs(logits[row], token, top)
+                self._append(sequence, token, logprobs)
+            except GrammarError as error:
+                self._fail(sequence, error)
             row += 1
-            self._append(sequence, token)
 
-    def _append(self, sequence: Sequence, token: int) -> None:
+    def _choose(self, sequence: Sequence, logits: torch.Tensor, best: int) -> int:
+        """The next token, from its row of logits; ``best`` is the row's argmax."""
+        if sequence.matcher is not None:
+            return sequence.sampler.sample(logits, sequence.matcher.forbidden())
+        if not sequence.sampler.is_plain_greedy:
+            return sequence.sampler.sample(logits)
+        sequence.sampler.note(best)
+        return best
+
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None = None) -> None:
         now = self._clock()
         if sequence.first_token is None:
             sequence.first_token = now
@@ -381,13 +407,16 @@ class Engine:
         is_end = token in sampling.stop_token_ids or (token in self._loaded.eos_token_ids and not sampling.ignore_eos)
         text = "" if is_end else sequence.detokeniser.add(token)
         reason: FinishReason | None = None
-        if is_end or sequence.detokeniser.stopped:
+        if not is_end and sequence.matcher is not None:
+            sequence.matcher.accept(token)
+        if is_end or sequence.detokeniser.stopped or (sequence.matcher is not None and sequence.matcher.done):
             reason = FinishReason.STOP
         elif sequence.answer_length >= sampling.max_tokens or len(sequence.tokens) >= self.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             text += sequence.detokeniser.finish()
-        sequence.emit(Delta(text, (token,), reason))
+        shown = () if logprobs is None or is_end else (logprobs,)
+        sequence.emit(Delta(text, (token,), reason, shown))
         if reason is not None:
             self._finish(sequence, reason)
 

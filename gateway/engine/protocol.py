@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+from gateway.engine.grammar import Grammar
+from gateway.engine.grammar_spec import GrammarSpec
 from gateway.engine.types import Delta, EngineStats, GenerationRequest, Started
 from kvstore.stats import StoreStats
 from kvstore.store import PrefixStore
@@ -36,6 +38,14 @@ class EngineProtocol(Protocol):
 
         Raises:
             EngineError: before Started when the request can't run, later when a step failed.
+        """
+        ...
+
+    def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        """Make a grammar ready for ``GenerationRequest.grammar``. Blocks for up to seconds; from any thread.
+
+        Raises:
+            GrammarError: malformed, too large or too complex.
         """
         ...
 

@@ -6,10 +6,18 @@ import secrets
 
 import torch
 
-from gateway.engine.types import SamplingParams
+from gateway.engine.types import SamplingParams, TokenLogprobs
 
 #: Candidates looked at before a full sort; nearly always holds all of top_p's mass.
 _NUCLEUS_GUESS = 512
+
+
+def token_logprobs(logits: torch.Tensor, token_id: int, top: int) -> TokenLogprobs:
+    """Log-probabilities of ``token_id`` and of the ``top`` best tokens in ``logits`` (``[vocab]``, any float dtype)."""
+    row = torch.log_softmax(logits.float(), -1)
+    best = row.topk(min(top, row.numel()))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprobs(token_id, float(row[token_id]), tuple(pairs))
 
 
 class Sampler:
@@ -49,9 +57,16 @@ class Sampler:
         """True when argmax of the raw logits is the answer, so that rows can be done in one batched call."""
         return self._params.temperature == 0 and self._bias is None and self._counts is None and self._seen is None
 
-    def sample(self, logits: torch.Tensor) -> int:
-        """Choose a token from ``logits`` (``[vocab]``, any float dtype; not changed)."""
+    def sample(self, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> int:
+        """Choose a token from ``logits`` (``[vocab]``, any float dtype; not changed), none of the ``forbidden``.
+
+        Args:
+            logits: of the model.
+            forbidden: bool ``[vocab]`` on any device, tokens that a grammar rules out.
+        """
         row = self._adjust(logits.float())
+        if forbidden is not None:
+            row = row.masked_fill(forbidden.to(row.device), float("-inf"))
         if self._params.temperature == 0:
             return self._note(int(row.argmax()))
         row = row / self._params.temperature

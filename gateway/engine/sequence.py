@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from gateway.engine.attention import ProbeSink
 from gateway.engine.detokenise import Detokeniser
+from gateway.engine.grammar import Matcher
 from gateway.engine.sampler import Sampler
 from gateway.engine.types import CacheReport, Delta, EngineError, FinishReason, GenerationRequest, Started
 from kvstore.store import Lease
@@ -30,6 +31,7 @@ class Sequence:
     emit: Callable[[Event], None]  # thread-safe hand-over to the waiting caller
     submitted: float
     tokens: list[int]  # prompt, then answer
+    matcher: Matcher | None = None  # its state in its grammar
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # leading tokens whose KV is in the lease's pages
     lease: Lease | None = None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from gateway.engine.grammar import Grammar
 
 
 class FinishReason(StrEnum):
@@ -20,6 +23,7 @@ class SamplingParams:
 
     ``temperature == 0`` is greedy. ``max_tokens`` is a count that fits the context (the API layer clamps).
     ``stop_token_ids`` adds to the model's own end tokens. ``logit_bias`` maps token id to [-100, 100].
+    ``logprobs`` asks for the log-probability of each answer token and of that many best alternatives; None = off.
     """
 
     max_tokens: int
@@ -35,6 +39,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class GenerationRequest:
     namespace: str = ""  # tenant namespace of the prefix cache, derived in the server
     use_cache: bool = True
     pin_seconds: float | None = None  # keep the prompt's chunks from eviction for this long after the answer
+    grammar: Grammar | None = None  # what the answer must look like
+    shown_tokens: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +76,29 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural) at one position of an answer, of the model's own distribution.
+
+    That is ``log_softmax`` of the raw logits, in float32: before bias, penalties, temperature, cuts and grammar masks,
+    as in vLLM's default. ``top`` holds (token id, log-probability) pairs, best first; the chosen token may be missing.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of the answer. ``text`` is always whole characters and never part of a stop string."""
+    """A piece of the answer. ``text`` is always whole characters and never part of a stop string.
+
+    ``logprobs`` has an entry a token when asked for, but none for the end token, which is no part of the answer.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

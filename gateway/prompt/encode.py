@@ -14,11 +14,15 @@ from tokenizers import Tokenizer
 from gateway.prompt.control import ControlTokens
 from gateway.prompt.normalise import NormaliseLevel, Normaliser
 from gateway.prompt.template import ChatTemplate, PromptError
+from gateway.prompt.token_bytes import TokenBytes
 from gateway.protocol.requests import ChatRequest
 
 #: Shorter texts are encoded in less time than it takes to care.
 _MEMO_MIN_CHARS = 512
 _MEMO_MAX_CHARS = 4 * 1024 * 1024
+
+#: More tokens than ``<think>`` and the blanks after it can be.
+_THOUGHT_TAIL = 12
 
 
 class PromptEncoder:
@@ -34,6 +38,7 @@ class PromptEncoder:
         self._control = ControlTokens(tokenizer)
         self._template = ChatTemplate(tokenizer, self._control, self._normaliser)
         self._tokenizer = tokenizer
+        self.token_bytes = TokenBytes(tokenizer)
         self._whole: Tokenizer = tokenizer.backend_tokenizer
         self._whole.no_truncation()
         self._whole.no_padding()
@@ -58,6 +63,13 @@ class PromptEncoder:
                 encode = self._encode_first if at == 0 else self._encode_inner
                 ids += self._memo.get(span.text, encode)
         return ids
+
+    def ends_in_thought(self, request: ChatRequest, ids: list[int]) -> bool:
+        """Whether an answer to this prompt goes on inside ``<think>``, opened by the template or by a prefill."""
+        last = request.messages[-1].content or ""
+        if request.continue_final_message and last.rfind("<think>") > last.rfind("</think>"):
+            return True
+        return self.decode(ids[-_THOUGHT_TAIL:]).rstrip().endswith("<think>")
 
     def encode_completion(self, prompt: str) -> list[int]:
         """Token ids of a plain prompt: control tokens in it count, and the tokenizer's BOS comes once."""

@@ -10,7 +10,9 @@ import orjson
 
 from gateway.prompt.control import ControlTokens, Span
 from gateway.prompt.normalise import Normaliser
-from gateway.protocol.requests import ChatMessage, ChatRequest
+from gateway.prompt.tools import in_hermes_format
+from gateway.protocol.messages import ChatMessage
+from gateway.protocol.requests import ChatRequest
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ class ChatTemplate:
         self._control = control
         self._normaliser = normaliser
         template = tokenizer.chat_template
+        self._knows_tools = "tools" in (str(template) if template else "")
         self._knows_developer = "developer" in (str(template) if template else "")
 
     def render(self, request: ChatRequest) -> list[Span]:
@@ -50,7 +53,10 @@ class ChatTemplate:
             raise PromptError(f"{min(taken)!r} is set by the tokenizer; remove it", "chat_template_kwargs")
         tools = self._normaliser.tools(request.rendered_tools)
         messages, rest, placeholders = self._control.mask(messages, {"tools": tools, "arguments": arguments})
-        rendered = self._apply(messages, rest["tools"] or None, rest["arguments"], request)
+        tools = rest["tools"]
+        if not self._knows_tools:
+            messages, tools = in_hermes_format(messages, tools), []
+        rendered = self._apply(messages, tools or None, rest["arguments"], request)
         return self._control.cut(rendered, placeholders)
 
     def _apply(
@@ -67,7 +73,7 @@ class ChatTemplate:
                     tools=tools,
                     tokenize=False,
                     add_generation_prompt=request.wants_generation_prompt,
-                    continue_final_message=request.continue_final_message,
+                    continue_final_message=bool(request.continue_final_message),
                     **arguments,
                 )
             )
@@ -94,7 +100,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     """Templates of the Hub take the arguments as an object; clients send them as a string of JSON."""
     function = call["function"]
     try:
-        arguments = orjson.loads(function["arguments"])
+        arguments = orjson.loads(function["arguments"] or "{}")
     except orjson.JSONDecodeError:
         arguments = function["arguments"]
     return {**call, "function": {**function, "arguments": arguments}}

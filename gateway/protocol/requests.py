@@ -8,18 +8,19 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import orjson
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 
 from gateway.engine.types import SamplingParams
-from gateway.prompt.normalise import join_parts
 from gateway.protocol.errors import InvalidRequest
+from gateway.protocol.messages import Body, ChatMessage, Int
+from gateway.protocol.structured import Structure, structure_of
+from gateway.protocol.tools import ToolUse, tool_use_of
 from gateway.protocol.unsupported import refuse_unsupported_chat, refuse_unsupported_completion
 
 #: Most answers one request may ask for (prompts times n).
@@ -27,6 +28,7 @@ MAX_CHOICES = 128
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
+MAX_TOP_LOGPROBS = 20
 
 #: The OpenAI API's own default for plain completions; chat answers may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
@@ -39,54 +41,11 @@ _TOKENIZER_ARGUMENTS = frozenset(
 )
 
 
-def _whole_number(value: Any) -> Any:
-    """JSON has one number type: 1e3 is a whole number, 1.5 is not. Beyond 2**53 a double no longer says which."""
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
-
-
-Int = Annotated[int, BeforeValidator(_whole_number)]
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", validate_by_name=True, validate_by_alias=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class FunctionCall(_Body):
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(_Body):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ChatMessage(_Body):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _one_string(cls, value: Any) -> Any:
-        return join_parts(value) if isinstance(value, list) else value
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is required: send a string or a list of text parts")
-        return self
-
-
-class SamplingFields(_Body):
+class SamplingFields(Body):
     """What chat and plain completions have in common."""
 
     model: str | None = None
@@ -109,7 +68,9 @@ class SamplingFields(_Body):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: Literal[in_memory, "in-memory", "24h"] | None = None
+
+    _structure: Structure | None = PrivateAttr(None)
 
     @property
     def retention_seconds(self) -> float | None:
@@ -138,8 +99,18 @@ class SamplingFields(_Body):
         return {_token_id(key): _bias_value(bias) for key, bias in value.items()}
 
     @property
+    def structure(self) -> Structure | None:
+        """What the answer must look like; None = free text."""
+        return self._structure
+
+    @property
     def streams(self) -> bool:
         return bool(self.stream)
+
+    @property
+    def logprob_count(self) -> int | None:
+        """Alternatives wanted at each token beside its own log-probability; None = no log-probabilities."""
+        return None
 
     @property
     def choices(self) -> int:
@@ -184,17 +155,22 @@ class SamplingFields(_Body):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(stop_ids),
             ignore_eos=bool(self.ignore_eos),
+            logprobs=self.logprob_count,
         )
 
 
 class ChatRequest(SamplingFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[Int, Field(ge=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Any = None
     tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    _tool_use: ToolUse = PrivateAttr(default_factory=ToolUse)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    continue_final_message: bool | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -207,9 +183,27 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _one_ending(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
+        """An answer is begun for the model by ``continue_final_message``, or by ``prefix`` on the last message."""
+        last = self.messages[-1]
+        self.continue_final_message = bool(self.continue_final_message or last.prefix)
+        if not self.continue_final_message:
+            return self
+        if self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other; send one of them")
+        if last.role != "assistant" or not last.content:
+            raise ValueError("continue_final_message needs an assistant message with content last; add one")
         return self
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _logprobs_first(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("needs logprobs: true beside it")
+        return value
+
+    @property
+    def logprob_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def token_limit(self) -> int | None:
@@ -224,16 +218,24 @@ class ChatRequest(SamplingFields):
         """Tools the template shows the model; none when the client forbids calls."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def tool_use(self) -> ToolUse:
+        """Which tools the model may or must call."""
+        return self._tool_use
+
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> ChatRequest:
         """Raises InvalidRequest."""
         refuse_unsupported_chat(body)
-        return _validated(cls, body)
+        request = _validated(cls, body)
+        request._tool_use = tool_use_of(request.tools, request.tool_choice, request.parallel_tool_calls)
+        return request
 
 
 class CompletionRequest(SamplingFields):
     prompt: list[str | list[int]]
     echo: bool | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -254,6 +256,20 @@ class CompletionRequest(SamplingFields):
             raise ValueError(f"prompts times n must not be more than {MAX_CHOICES}; send several requests")
         return self
 
+    @field_validator("logprobs")
+    @classmethod
+    def _no_prompt_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("echo"):
+            raise ValueError(
+                "with echo it asks for log-probabilities of the prompt, which a prefix cache doesn't have; leave one "
+                "of them out"
+            )
+        return value
+
+    @property
+    def logprob_count(self) -> int | None:
+        return self.logprobs
+
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens or DEFAULT_COMPLETION_TOKENS
@@ -265,14 +281,16 @@ class CompletionRequest(SamplingFields):
         return _validated(cls, body)
 
 
-T = TypeVar("T", bound=_Body)
+T = TypeVar("T", bound=SamplingFields)
 
 
 def _validated(kind: type[T], body: Mapping[str, Any]) -> T:
     try:
-        return kind.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as error:
         raise InvalidRequest.from_validation(error) from None
+    request._structure = structure_of(body)
+    return request
 
 
 def _is_token_list(value: Any) -> bool:

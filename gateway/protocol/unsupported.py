@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.protocol.errors import InvalidRequest, UnsupportedParameter
+from gateway.protocol.errors import UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +32,11 @@ _COMMON = (
     Rule("use_beam_search", _truthy, "leave it out and sample instead"),
     Rule("min_tokens", _truthy, "leave it out, or use ignore_eos with max_tokens"),
     Rule("bad_words", _truthy, "use logit_bias with the tokens' ids instead"),
-    Rule("prompt_logprobs", _given, "leave it out"),
+    Rule("prompt_logprobs", _given, "leave it out; a cached prefix has no log-probabilities"),
     Rule("length_penalty", _above(1), "leave it out"),
-    *(
-        Rule(name, _given, "leave it out and ask for the format in the prompt")
-        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar")
-    ),
 )
 
 _CHAT = (
-    Rule("logprobs", _truthy, "leave it out"),
-    Rule("top_logprobs", _truthy, "leave it out"),
     Rule("functions", _truthy, "describe the functions in a message instead"),
     Rule("audio", _given, "leave it out; answers are text"),
     Rule("modalities", lambda value: value not in (None, [], ["text"]), 'leave it out or send ["text"]'),
@@ -52,7 +46,6 @@ _CHAT = (
 )
 
 _COMPLETION = (
-    Rule("logprobs", _given, "leave it out"),
     Rule("best_of", _above(1), "leave it out or send 1; use n for more answers"),
     Rule("suffix", _truthy, "leave it out; this model can't insert text before a suffix"),
     Rule("prompt_embeds", _given, "send the prompt as text or token ids"),
@@ -60,53 +53,16 @@ _COMPLETION = (
 
 
 def refuse_unsupported_chat(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter, or InvalidRequest for a malformed response_format."""
+    """Raises UnsupportedParameter."""
     _apply(_COMMON + _CHAT, body)
-    _refuse_tools(body.get("tools"), body.get("tool_choice"))
-    _refuse_format(body.get("response_format"))
 
 
 def refuse_unsupported_completion(body: Mapping[str, Any]) -> None:
-    """Raises UnsupportedParameter, or InvalidRequest for a malformed response_format."""
+    """Raises UnsupportedParameter."""
     _apply(_COMMON + _COMPLETION, body)
-    _refuse_format(body.get("response_format"))
 
 
 def _apply(rules: tuple[Rule, ...], body: Mapping[str, Any]) -> None:
     for rule in rules:
         if rule.used(body.get(rule.param)):
             raise UnsupportedParameter(rule.param, rule.remedy)
-
-
-def _refuse_tools(tools: Any, choice: Any) -> None:
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise InvalidRequest("tools must be a list of objects", "tools")
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequest(
-                "tool_choice asks for a tool, but tools is empty; send tools or leave it out", "tool_choice"
-            )
-        return
-    if choice != "none":
-        raise UnsupportedParameter("tools", 'leave tools out, or send tool_choice "none"')
-
-
-def _refuse_format(value: Any) -> None:
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return
-    if kind == "json_schema":
-        described = value.get("json_schema")
-        if not isinstance(described, dict) or not isinstance(described.get("schema"), dict):
-            raise InvalidRequest(
-                "response_format.json_schema needs a schema object: "
-                '{"type": "json_schema", "json_schema": {"name": "...", "schema": {...}}}',
-                "response_format",
-            )
-    elif kind != "json_object":
-        raise InvalidRequest(
-            'response_format must be an object whose type is "text", "json_object" or "json_schema"', "response_format"
-        )
-    raise UnsupportedParameter("response_format", 'send {"type": "text"} and ask for JSON in the prompt')

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from gateway.engine.detokenise import Detokeniser
@@ -53,3 +55,10 @@ def test_text_held_for_a_stop_that_does_not_come_is_released(demo_tokenizer) -> 
 def test_the_earliest_of_several_stops_wins(demo_tokenizer) -> None:  # type: ignore[no-untyped-def]
     parts, _ = pieces(demo_tokenizer, "one two three four", ("four", "two"))
     assert "".join(parts) == "one "
+
+
+def test_shown_special_tokens_are_text_and_others_are_not(demo_tokenizer: Any) -> None:
+    ids = [*demo_tokenizer.encode("a b"), 1, *demo_tokenizer.encode(" c"), 2, *demo_tokenizer.encode("d")]
+    plain, shown = Detokeniser(demo_tokenizer, []), Detokeniser(demo_tokenizer, [], shown={1})
+    assert "".join([*map(plain.add, ids), plain.finish()]) == "a b cd"
+    assert "".join([*map(shown.add, ids), shown.finish()]) == "a b<|im_start|> cd"

@@ -16,6 +16,8 @@ from openai import OpenAI
 
 from gateway.app import create_app
 from gateway.config import Settings
+from gateway.engine.grammar import Grammar, GrammarCompiler
+from gateway.engine.grammar_spec import GrammarSpec
 from gateway.engine.types import (
     CacheReport,
     Delta,
@@ -25,6 +27,7 @@ from gateway.engine.types import (
     GenerationRequest,
     RequestReport,
     Started,
+    TokenLogprobs,
 )
 from gateway.observe.metrics import Metrics
 from kvstore.stats import StoreStats
@@ -43,10 +46,10 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Any, metrics: Metrics) -> None:
         self.model_id = "demo"
         self.aliases: tuple[str, ...] = ("demo-alias",)
-        self.max_model_len = 128
         self.created = 1_700_000_000
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
+        self._grammars = GrammarCompiler(tokenizer, self.vocab_size, [2])
         self._metrics = metrics
         self.follow_no_script()
         self.ready = False
@@ -54,8 +57,10 @@ class ScriptedEngine:
     def follow_no_script(self) -> None:
         """Answer plainly, and forget what came before."""
         self.ready = True
+        self.max_model_len = 128
         self.reasons: list[str] = []
         self.reply: Sequence[str] = REPLY
+        self.tokens: Sequence[int] = ()  # ids of the reply's pieces, when they matter
         self.refuse: EngineError | None = None
         self.fail_after: int | None = None
         self.fail_with: Exception = EngineError("the engine failed on this request; see the server's log")
@@ -90,13 +95,21 @@ class ScriptedEngine:
                 last = i == len(pieces) - 1
                 reason = FinishReason.STOP if len(pieces) == len(self.reply) else FinishReason.LENGTH
                 finished = last
-                yield Delta(piece, (i,), reason if last else None)
+                token = self.tokens[i] if self.tokens else i
+                top = request.sampling.logprobs
+                logprobs = (
+                    () if top is None else (TokenLogprobs(token, -0.5, tuple((7 + j, -1.0 - j) for j in range(top))),)
+                )
+                yield Delta(piece, (token,), reason if last else None, logprobs)
             self._metrics.request_finished(
                 RequestReport(request.request_id, cache, len(pieces), reason, 0.001, 0.02, 0.01)
             )
         finally:
             if not finished:
                 self.cancelled.append(request.request_id)
+
+    def compile_grammar(self, spec: GrammarSpec) -> Grammar:
+        return self._grammars.compile(spec)
 
     def _look_up(self, request: GenerationRequest) -> CacheReport:
         key = (request.namespace, tuple(request.prompt_ids))

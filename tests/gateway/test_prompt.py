@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from gateway.prompt.encode import PromptEncoder
 from gateway.prompt.normalise import Normaliser
 from gateway.prompt.template import PromptError
+from gateway.protocol.errors import InvalidRequest
 from gateway.protocol.requests import ChatRequest
 
 CHATML = (
@@ -114,6 +115,26 @@ def test_a_final_message_is_continued(encoder: PromptEncoder, tokenizer: Any) ->
     messages = [user("Count."), {"role": "assistant", "content": "One, two,"}]
     request = chat(*messages, continue_final_message=True)
     assert encoder.encode_chat(request) == own_ids(tokenizer, messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [user("x")], "continue_final_message": True},
+        {"messages": [user("x"), {"role": "assistant", "content": ""}], "continue_final_message": True},
+        {"messages": [{**user("x"), "prefix": True}]},
+        {"messages": [user("x"), {"role": "assistant", "content": "y", "prefix": True}], "add_generation_prompt": True},
+    ],
+)
+def test_only_an_answer_can_be_continued(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="continue_final_message"):
+        ChatRequest.parse(fields)
+
+
+def test_prefix_is_another_word_for_it(encoder: PromptEncoder) -> None:
+    begun = {"role": "assistant", "content": "1, 2,"}
+    continued = encoder.encode_chat(chat(user("Count."), begun, continue_final_message=True))
+    assert encoder.encode_chat(chat(user("Count."), {**begun, "prefix": True})) == continued
 
 
 def test_template_arguments_tools_and_calls_reach_the_template(chatml: Any) -> None:
