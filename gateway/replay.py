@@ -116,7 +116,7 @@ def summary(trace: Trace) -> str:
     return (
         f"{trace.name}: {len(trace)} requests, {trace.prompt_tokens} prompt tokens, {trace.distinct_blocks()} distinct "
         f"blocks of {trace.block_tokens} tokens\n"
-        "capacity: % of the distinct blocks; closed: share of LRU's distance to Belady's bound; us/chunk: whole replay"
+        "capacity: % of the distinct blocks; closed: share of LRU's distance to Belady's bound; us/chunk: CPU time"
     )
 
 

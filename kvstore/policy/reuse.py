@@ -9,7 +9,7 @@ table would never see a gap longer than the cache's own memory.
 from __future__ import annotations
 
 import math
-from collections import deque
+from array import array
 from collections.abc import Hashable, Sequence
 
 import numpy as np
@@ -28,28 +28,25 @@ _KINDS, _FRESH, _WARMTH = 5, 4, 4
 CLASSES = _KINDS * _FRESH * _WARMTH
 _TAIL = _KINDS - 1  # kind of a partial chunk, which ends a prompt; the others are by number of uses
 
-#: Chunk uses between two looks at the table, and between two halvings of it.
+#: Chunk uses between two looks at the table (fewer at the start), and between two halvings of it.
 _REFRESH_USES = 4096
 _HALVE_USES = 2**20
-
-#: Chunks whose ageing is noted for each chunk used.
-_AUDITS = 2
 
 #: Weights of the priors, in uses: of the guess on all, of all on a kind, of a kind on a class.
 _PRIOR_USES = (1.0, 3.0, 5.0)
 
 
 class Seen:
-    """What is remembered of one chunk. ``bucket``: up to which age it is in the table."""
+    """What is remembered of one chunk. ``slot``: its place in the model's arrays."""
 
-    __slots__ = ("bucket", "cls", "last", "uses", "warmth")
+    __slots__ = ("cls", "last", "slot", "uses", "warmth")
 
-    def __init__(self, uses: int, last: float, warmth: int) -> None:
-        self.uses = uses
+    def __init__(self, slot: int, last: float, warmth: int) -> None:
+        self.slot = slot
+        self.uses = 0
         self.last = last
         self.warmth = warmth
         self.cls = 0
-        self.bucket = 0
 
 
 class ReuseModel:
@@ -65,10 +62,12 @@ class ReuseModel:
         self.version = 0
         self._whole = 1  # tokens of a whole chunk, as far as seen
         self._seen: dict[Hashable, Seen] = {}
-        self._audit: deque[Hashable] = deque()
+        # Last use and class of every chunk that is followed, for numpy; a slot that is forgotten is used again.
+        self._last, self._classes = array("d"), array("h")
+        # Gaps that ended: by use, or all, in the bucket in which they ended, and the time spent in that bucket.
         self._used = [[0.0] * BUCKETS for _ in range(CLASSES)]
-        # At risk, as differences along the buckets: +1 where a chunk comes in, -1 after its last bucket.
-        self._risk = [[0.0] * (BUCKETS + 1) for _ in range(CLASSES)]
+        self._ended = [[0.0] * BUCKETS for _ in range(CLASSES)]
+        self._partly = [[0.0] * BUCKETS for _ in range(CLASSES)]
         self._uses = 0
         self._next_refresh = _REFRESH_USES // 8
         self._next_halving = _HALVE_USES
@@ -84,7 +83,6 @@ class ReuseModel:
         warmth = self._warmth(chain, known)
         for chunk in reversed(chain):
             self._use(chunk, fresh, warmth)
-        self._follow(_AUDITS * len(chain))
         self._uses += len(chain)
         if self._uses >= self._next_refresh:
             self._refresh()
@@ -118,56 +116,51 @@ class ReuseModel:
         self._whole = max(self._whole, chunk.n_tokens)
         seen = self._seen.pop(chunk.key, None)
         if seen is None:
-            seen = Seen(0, self.now, warmth)
-            self._audit.append(chunk.key)
+            seen = Seen(self._slot(), self.now, warmth)
         else:
-            self._count_reuse(seen)
+            self._used[seen.cls][self._end_gap(seen)] += 1.0
         self._seen[chunk.key] = seen  # at the end: the longest unused are forgotten first
         seen.uses = max(seen.uses + 1, chunk.stats.accesses)
-        seen.last, seen.bucket = self.now, 0
-        seen.cls = _class(self._kind(chunk, seen.uses), fresh, seen.warmth)
+        seen.last = self._last[seen.slot] = self.now
+        seen.cls = self._classes[seen.slot] = _class(self._kind(chunk, seen.uses), fresh, seen.warmth)
 
-    def _count_reuse(self, seen: Seen) -> None:
-        bucket = age_bucket(self.now - seen.last)
-        self._used[seen.cls][bucket] += 1.0
-        risk = self._risk[seen.cls]
-        risk[min(seen.bucket, bucket)] += 1.0
-        risk[bucket + 1] -= 1.0
+    def _slot(self) -> int:
+        if len(self._seen) < MEMORY_CHUNKS:
+            self._last.append(0.0)
+            self._classes.append(0)
+            return len(self._last) - 1
+        forgotten = self._seen.pop(next(iter(self._seen)))
+        self._end_gap(forgotten)
+        return forgotten.slot
 
-    def _count_ageing(self, seen: Seen) -> None:
-        bucket = age_bucket(self.now - seen.last)
-        if bucket > seen.bucket:
-            risk = self._risk[seen.cls]
-            risk[seen.bucket] += 1.0
-            risk[bucket] -= 1.0
-            seen.bucket = bucket
-
-    def _follow(self, n_chunks: int) -> None:
-        """Note the ageing of some chunks, in turn, so that no request ever pays for all of them."""
-        for _ in range(min(n_chunks, len(self._audit))):
-            key = self._audit.popleft()
-            seen = self._seen.get(key)
-            if seen is not None:
-                self._count_ageing(seen)
-                self._audit.append(key)
-        while len(self._seen) > MEMORY_CHUNKS:
-            key = next(iter(self._seen))
-            self._count_ageing(self._seen.pop(key))
+    def _end_gap(self, seen: Seen) -> int:
+        age = self.now - seen.last
+        bucket = age_bucket(age)
+        self._ended[seen.cls][bucket] += 1.0
+        self._partly[seen.cls][bucket] += age - _START_LIST[bucket]
+        return bucket
 
     def _refresh(self) -> None:
         self._next_refresh = self._uses + min(_REFRESH_USES, max(_REFRESH_USES // 8, self._uses // 4))
         if self._uses >= self._next_halving:
             self._next_halving += _HALVE_USES
-            for table in (self._used, self._risk):
+            for table in (self._used, self._ended, self._partly):
                 for row in table:
                     row[:] = [number / 2 for number in row]
         self.value = self._indexes()
         self.version += 1
 
     def _indexes(self) -> list[list[float]]:
-        used = np.array(self._used)
-        risk = np.cumsum(np.array(self._risk), axis=1)[:, :BUCKETS]
-        indexes: list[list[float]] = gittins(_rates(used, np.maximum(risk - used / 2, 0.0) * _WIDTHS)).tolist()
+        """Rates from the gaps that ended and those that still run, of chunks in the cache or not."""
+        ages = np.maximum(self.now - np.frombuffer(self._last), 0.0)
+        buckets = np.searchsorted(_STARTS, ages, side="right") - 1
+        cells = np.frombuffer(self._classes, np.int16).astype(np.int64) * BUCKETS + buckets
+        shape = (CLASSES, BUCKETS)
+        ended = np.array(self._ended) + np.bincount(cells, minlength=CLASSES * BUCKETS).reshape(shape)
+        partly = np.bincount(cells, ages - _STARTS[buckets], CLASSES * BUCKETS).reshape(shape)
+        beyond = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended  # gaps that got past each bucket
+        exposure = np.array(self._partly) + partly + beyond * _WIDTHS
+        indexes: list[list[float]] = gittins(_rates(np.array(self._used), exposure)).tolist()
         return indexes
 
 
@@ -200,7 +193,7 @@ def gittins(rates: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 def _rates(used: npt.NDArray[np.float64], exposure: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Reuse rates, 1/s, each level with the one above as its prior: a guess, all chunks, a kind, a class."""
     groups = used.reshape(_KINDS, -1, BUCKETS), exposure.reshape(_KINDS, -1, BUCKETS)
-    guess = 0.07 / (_STARTS + 20.0)  # falls with age
+    guess = 0.01 / (_STARTS + 20.0)  # falls with age
     everything = _posterior(used.sum(0), exposure.sum(0), guess, _PRIOR_USES[0])
     kind = _posterior(groups[0].sum(1), groups[1].sum(1), everything, _PRIOR_USES[1])
     return _posterior(groups[0], groups[1], kind[:, None, :], _PRIOR_USES[2]).reshape(CLASSES, BUCKETS)
@@ -223,4 +216,5 @@ def _fresh_level(n_chunks: int) -> int:
 
 
 _STARTS = np.array([0.0, *(2.0 ** (b / _PER_OCTAVE) for b in range(BUCKETS - 1))])
+_START_LIST: list[float] = _STARTS.tolist()
 _WIDTHS = np.diff(np.append(_STARTS, 2.0 ** ((BUCKETS - 1) / _PER_OCTAVE)))
