@@ -31,9 +31,11 @@ class QueueLane(Generic[C]):
     """A heap from each end (the upper one only if asked for). Entries that are no longer listed are skipped when they
     surface, and a heap is rebuilt when they outnumber the others."""
 
-    __slots__ = ("_down", "_listed", "_two_ended", "_up", "size", "version")
+    __slots__ = ("_changed", "_down", "_listed", "_number", "_two_ended", "_up", "size", "version")
 
-    def __init__(self, two_ended: bool) -> None:
+    def __init__(self, number: int, two_ended: bool, changed: set[int]) -> None:
+        self._number = number
+        self._changed = changed
         self.size = 0
         self.version = 0
         self._listed = 0
@@ -50,7 +52,7 @@ class QueueLane(Generic[C]):
     def put(self, entry: QueueEntry[C]) -> None:
         entry.listed = True
         self._listed += 1
-        self.version += 1
+        self._note()
         self._up = self._push(self._up, entry, 1)
         if self._two_ended:
             self._down = self._push(self._down, entry, -1)
@@ -59,7 +61,11 @@ class QueueLane(Generic[C]):
         if entry.listed:
             entry.listed = False
             self._listed -= 1
-            self.version += 1
+            self._note()
+
+    def _note(self) -> None:
+        self.version += 1
+        self._changed.add(self._number)
 
     def _push(
         self, heap: list[tuple[float, int, QueueEntry[C]]], entry: QueueEntry[C], sign: int
@@ -89,6 +95,7 @@ class EvictionQueue(Generic[C]):
         self._lanes: dict[int, QueueLane[C]] = {}
         self._entries: dict[Hashable, QueueEntry[C]] = {}
         self._children: dict[Hashable, int] = {}  # by parent key: how many children are in the queue
+        self._changed: set[int] = set()  # lanes whose leaves changed since the policy looked
         self._order = itertools.count()
 
     def __len__(self) -> int:
@@ -118,7 +125,7 @@ class EvictionQueue(Generic[C]):
         passed: list[QueueEntry[C]] = []
         found: C | None = None
         while found is None:
-            picked = self._policy.pick(self._lanes)
+            picked = self._policy.pick(self._lanes, self._changed)
             if picked is None:
                 break
             entry = self._entries[picked.chunk.key]
@@ -144,7 +151,7 @@ class EvictionQueue(Generic[C]):
         self._entries[chunk.key] = entry
         lane = self._lanes.get(rank.lane)
         if lane is None:
-            lane = self._lanes[rank.lane] = QueueLane(self._policy.two_ended)
+            lane = self._lanes[rank.lane] = QueueLane(rank.lane, self._policy.two_ended, self._changed)
         lane.size += 1
         self._list(entry)
 

@@ -72,8 +72,11 @@ class EvictionPolicy(ABC):
         """
         return
 
-    def pick(self, lanes: Mapping[int, Lane]) -> Entry | None:
-        """The chunk that should leave next; None when no lane has one."""
+    def pick(self, lanes: Mapping[int, Lane], changed: set[int]) -> Entry | None:
+        """The chunk that should leave next; None when no lane has one.
+
+        ``changed`` holds the lanes whose leaves changed; who looks at it empties it.
+        """
         for lane in sorted(lanes):
             entry = lanes[lane].first()
             if entry is not None:

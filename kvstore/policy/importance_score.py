@@ -6,6 +6,7 @@ LRU, so here the first factor is learned (``kvstore.policy.reuse``); the publish
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +32,8 @@ class ImportanceScore(EvictionPolicy):
 
     def __init__(self, model: ReuseModel | None = None) -> None:
         self._model = model if model is not None else ReuseModel()
-        self._best: dict[int, tuple[int, float, Entry | None]] = {}  # by lane: its version, lowest value, and whose
+        # Lowest value, lane, its version then, and whether it is the youngest chunk's; other versions are stale.
+        self._lowest: list[tuple[float, int, int, bool]] = []
         self._stamp = (0.0, 0)
 
     def observe(self, chain: Sequence[Chunk], now: float) -> None:
@@ -41,29 +43,34 @@ class ImportanceScore(EvictionPolicy):
         stats = chunk.stats
         return Rank(self._model.class_of(chunk) * _LEVELS + _level(stats.important_share), stats.last_access)
 
-    def pick(self, lanes: Mapping[int, Lane]) -> Entry | None:
-        if self._stamp != (self._model.now, self._model.version):
-            self._stamp = (self._model.now, self._model.version)
-            self._best.clear()
-        lowest, found = math.inf, None
-        for number, lane in lanes.items():
-            known = self._best.get(number)
-            if known is None or known[0] != lane.version:
-                known = self._best[number] = (lane.version, *self._lowest(number, lane))
-            if known[1] < lowest:
-                lowest, found = known[1], known[2]
-        return found
+    def pick(self, lanes: Mapping[int, Lane], changed: set[int]) -> Entry | None:
+        stamp = (self._model.now, self._model.version)
+        if self._stamp != stamp:
+            self._stamp = stamp
+            self._lowest = [self._look(number, lane) for number, lane in lanes.items()]
+            heapq.heapify(self._lowest)
+        else:
+            for number in changed:
+                heapq.heappush(self._lowest, self._look(number, lanes[number]))
+        changed.clear()
+        while self._lowest:
+            value, number, version, youngest = self._lowest[0]
+            lane = lanes[number]
+            if version == lane.version:
+                return None if value == math.inf else lane.last() if youngest else lane.first()
+            heapq.heappop(self._lowest)
+        return None
 
     def sibling(self) -> ImportanceScore:
         return ImportanceScore(self._model)
 
-    def _lowest(self, number: int, lane: Lane) -> tuple[float, Entry | None]:
+    def _look(self, number: int, lane: Lane) -> tuple[float, int, int, bool]:
         first = lane.first()
         if first is None:
-            return math.inf, None
+            return math.inf, number, lane.version, False
         last = lane.last() or first
         of_first, of_last = self._value(number, first), self._value(number, last)
-        return (of_first, first) if of_first <= of_last else (of_last, last)
+        return min(of_first, of_last), number, lane.version, of_last < of_first
 
     def _value(self, number: int, entry: Entry) -> float:
         kind, level = divmod(number, _LEVELS)

@@ -40,7 +40,7 @@ class S3Fifo(EvictionPolicy):
             return self._enter_main(chunk, chunk.stats.accesses)
         return Rank(_SMALL, chunk.stats.created)
 
-    def pick(self, lanes: Mapping[int, Lane]) -> Entry | None:
+    def pick(self, lanes: Mapping[int, Lane], changed: set[int]) -> Entry | None:
         small, main = lanes.get(_SMALL), lanes.get(_MAIN)
         n_small, n_main = small.size if small else 0, main.size if main else 0
         self._resident = n_small + n_main
