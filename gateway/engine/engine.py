@@ -34,6 +34,7 @@ from gateway.engine.types import (
     RequestReport,
     Started,
 )
+from kvstore.replay.record import TraceRecorder
 from kvstore.stats import StoreStats
 from kvstore.store import PrefixStore
 from kvstore.tiers.base import TierName
@@ -68,6 +69,7 @@ class Engine:
         store: the prefix cache over that arena.
         observer: told of finished requests and steps.
         clock: monotonic seconds.
+        recorder: notes each request that was looked up, as salted hashes; None records nothing.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Engine:
         store: PrefixStore,
         observer: EngineObserver,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.model_id = config.model_id
         self.aliases = config.aliases
@@ -91,6 +94,7 @@ class Engine:
         self._store = store
         self._observer = observer
         self._clock = clock
+        self._recorder = recorder
         self._runner = ModelRunner(loaded, arena)
         self._scheduler = Scheduler(
             store,
@@ -127,6 +131,8 @@ class Engine:
             await asyncio.to_thread(self._thread.join)
         await asyncio.to_thread(self._loaders.shutdown)
         await asyncio.to_thread(self._store.close)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Started | Delta, None]:
         """Run a request: first Started, then Deltas, the last with a finish_reason. Closing it cancels the work.
@@ -390,6 +396,9 @@ class Engine:
                     self._keep(sequence)
             finally:
                 self._store.release(sequence.lease)
+            if self._recorder is not None and sequence.lease.caching:
+                prompt = sequence.tokens[: sequence.prompt_length]
+                self._recorder.record(sequence.request.namespace, prompt, sequence.answer_length)
         self._report(sequence, reason)
 
     def _keep(self, sequence: Sequence) -> None:
