@@ -8,6 +8,7 @@ table would never see a gap longer than the cache's own memory.
 
 from __future__ import annotations
 
+import bisect
 import math
 from array import array
 from collections.abc import Hashable, Sequence
@@ -24,7 +25,8 @@ BUCKETS = 20 * _PER_OCTAVE
 #: Chunks followed, in the cache or not; one takes about 250 bytes.
 MEMORY_CHUNKS = 2**18
 
-_KINDS, _FRESH, _WARMTH = 5, 4, 4
+_KINDS, _FRESH, _WARMTH = 5, 6, 4
+_FRESH_STEPS = (2, 5, 12, 24, 48)  # chunks
 CLASSES = _KINDS * _FRESH * _WARMTH
 _TAIL = _KINDS - 1  # kind of a partial chunk, which ends a prompt; the others are by number of uses
 
@@ -212,7 +214,7 @@ def _class(kind: int, fresh: int, warmth: int) -> int:
 
 def _fresh_level(n_chunks: int) -> int:
     """How much of a request was new."""
-    return 0 if n_chunks < 3 else 1 if n_chunks < 8 else 2 if n_chunks < 32 else 3
+    return bisect.bisect_right(_FRESH_STEPS, n_chunks)
 
 
 _STARTS = np.array([0.0, *(2.0 ** (b / _PER_OCTAVE) for b in range(BUCKETS - 1))])
