@@ -72,6 +72,36 @@ def ask(
         _fail(str(error), error.exit_code)
 
 
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="JSONL request trace, one request a line.")],
+    policy: Annotated[list[str] | None, typer.Option(help="Repeat for several; without it, all.")] = None,
+    capacity: Annotated[
+        list[str] | None,
+        typer.Option(help="% of the distinct blocks, or device/host/disk such as 1/4/20; 500b is 500 blocks. Repeat."),
+    ] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hits over capacity (needs the extra: plot).")] = None,
+) -> None:
+    """Run eviction policies over a request trace: hits, saved work, distance to Belady's bound."""
+    from gateway import replay as tool
+
+    rows: list[tool.Row] = []
+    try:
+        policies = tool.check_policies(policy or [])
+        requests = tool.load(trace)
+        typer.echo(f"{tool.summary(requests)}\n{tool.HEADER}")
+        for row in tool.run(requests, policies, capacity or ["1", "2", "5", "10", "20", "50"]):
+            typer.echo(tool.line(row))
+            rows.append(row)
+        if csv is not None:
+            tool.write_csv(rows, csv)
+        if plot is not None:
+            tool.write_plot(rows, plot)
+    except tool.ReplayError as error:
+        _fail(str(error), _BAD_CONFIG)
+
+
 def _fail(message: str, code: int) -> None:
     typer.echo(f"kvgate: {message}", err=True)
     raise typer.Exit(code)

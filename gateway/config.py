@@ -124,6 +124,11 @@ class LoggingSettings(_Section):
     log_prefix_hit: Annotated[bool, Field(strict=False)] = True
 
 
+class TraceSettings(_Section):
+    record: str = ""
+    max_mb: Annotated[float, Field(gt=0, strict=False)] = 256
+
+
 class Settings(BaseSettings):
     """All settings; frozen. Built by ``load_settings``."""
 
@@ -136,6 +141,7 @@ class Settings(BaseSettings):
     prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
+    trace: TraceSettings = Field(default_factory=TraceSettings)
 
     @classmethod
     def settings_customise_sources(

@@ -35,6 +35,10 @@ class Node:
         return self.record.n_tokens
 
     @property
+    def depth(self) -> int:
+        return self.record.depth
+
+    @property
     def held(self) -> bool:
         """Must stay where it is."""
         return bool(self.leases or self.pins or self.busy)

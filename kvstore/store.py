@@ -11,7 +11,7 @@ import torch
 
 from kvstore.eviction import EvictionQueue
 from kvstore.ghosts import Departure, Ghosts
-from kvstore.importance import fold, important_shares
+from kvstore.importance import IMPORTANT_FRACTION, fold, important_shares
 from kvstore.index import Node, Path, PrefixIndex
 from kvstore.keys import TOKEN_BYTES, chunk_key, encode_tokens, root_key
 from kvstore.layout import KVLayout
@@ -74,7 +74,10 @@ class PrefixStore:
         self._lock = threading.RLock()
         self._counters = StoreCounters()
         self._index = PrefixIndex(layout.chunk_size, self._read_tokens)
-        self._queues = {tier: EvictionQueue(make_policy(policy)) for tier in TierName}
+        ranking = make_policy(policy)
+        self._queues: dict[TierName, EvictionQueue[Node]] = {
+            tier: EvictionQueue(ranking if tier is TierName.GPU else ranking.sibling()) for tier in TierName
+        }
         self.planner = Planner()
         self._ghosts = Ghosts()
         self._pins = Pins(self._index, clock)
@@ -179,6 +182,7 @@ class PrefixStore:
             self._drop_partial(lease)
             for index in lease.private:
                 self._arena.free(lease.pages[index])
+            self._queues[TierName.GPU].observe(lease.nodes, self._clock())  # what is learned there is the others' too
             for node in reversed(lease.nodes):  # tail first: a parent is never older than its children
                 self._let_go(node)
             lease.nodes, lease.pages, lease.private = [], [], set()
@@ -449,7 +453,8 @@ class PrefixStore:
             depth=parent.record.depth + 1 if parent else 0,
         )
         now = self._clock()
-        return Node(record, tokens, parent, ChunkStats(accesses=1, last_access=now, created=now))
+        stats = ChunkStats(accesses=1, last_access=now, created=now, important_share=IMPORTANT_FRACTION)
+        return Node(record, tokens, parent, stats)
 
     def _drop_superseded(self, node: Node, root: bytes) -> None:
         """A shorter chunk with the same beginning at the same place has nothing that the new one hasn't."""

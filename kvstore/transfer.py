@@ -45,7 +45,7 @@ class Transfer:
         host: Tier | None,
         disk: DiskTier | None,
         index: PrefixIndex,
-        queues: dict[TierName, EvictionQueue],
+        queues: dict[TierName, EvictionQueue[Node]],
         counters: StoreCounters,
         lock: threading.RLock,
         drop_on_disk: Callable[[bytes], None],

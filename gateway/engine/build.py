@@ -7,7 +7,7 @@ import logging
 import time
 from pathlib import Path
 
-from gateway.config import Settings, validate_against_model
+from gateway.config import ConfigError, Settings, validate_against_model
 from gateway.engine.engine import Engine, EngineConfig
 from gateway.engine.linears import pack_linears
 from gateway.engine.loader import LoadedModel, load_model
@@ -17,6 +17,7 @@ from gateway.engine.sources import DEMO_MODEL_ID, ModelError
 from gateway.engine.types import EngineObserver
 from kvstore import DeviceArena, DiskTier, DiskUnavailable, HostTier, KVLayout, PrefixStore
 from kvstore.identity import Identity, model_identity, weights_fingerprint
+from kvstore.replay.record import TraceRecorder
 from kvstore.tiers.base import TierName
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def build_engine(settings: Settings, observer: EngineObserver) -> Engine:
         StoreInUse: another process has the disk tier's folder.
     """
     tune_allocator()
+    recorder = _recorder(settings)  # first: a file that can't be made is said before the model is loaded
     started = time.perf_counter()
     model = settings.model
     loaded = load_configured(settings)
@@ -50,7 +52,7 @@ def build_engine(settings: Settings, observer: EngineObserver) -> Engine:
         packed,
         arena.n_pages * layout.chunk_size,
     )
-    return Engine(_engine_config(settings), loaded, arena, store, observer)
+    return Engine(_engine_config(settings), loaded, arena, store, observer, recorder=recorder)
 
 
 def layout_of(loaded: LoadedModel, settings: Settings) -> KVLayout:
@@ -121,6 +123,19 @@ def _build_store(settings: Settings, layout: KVLayout, identity: Identity, arena
         except DiskUnavailable as error:
             log.warning("running without the disk tier: %s", error)
     return PrefixStore(layout, identity.digest, arena, host=host, disk=disk, policy=cache.eviction_policy)
+
+
+def _recorder(settings: Settings) -> TraceRecorder | None:
+    if not settings.trace.record:
+        return None
+    path = Path(settings.trace.record).expanduser()
+    try:
+        return TraceRecorder(path, settings.prefix_cache.chunk_size, int(settings.trace.max_mb * 2**20))
+    except OSError as error:
+        raise ConfigError(
+            f"[trace] record = {settings.trace.record!r}: can't be written ({error.strerror or error}); "
+            "choose another path"
+        ) from error
 
 
 def _engine_config(settings: Settings) -> EngineConfig:

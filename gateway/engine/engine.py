@@ -37,6 +37,7 @@ from gateway.engine.types import (
     Started,
     TokenLogprobs,
 )
+from kvstore.replay.record import TraceRecorder
 from kvstore.stats import StoreStats
 from kvstore.steering import PinLimitExceeded
 from kvstore.store import PrefixStore
@@ -74,6 +75,7 @@ class Engine:
         store: the prefix cache over that arena.
         observer: told of finished requests and steps.
         clock: monotonic seconds.
+        recorder: notes each request that was looked up, as salted hashes; None records nothing.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Engine:
         store: PrefixStore,
         observer: EngineObserver,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.model_id = config.model_id
         self.aliases = config.aliases
@@ -97,6 +100,7 @@ class Engine:
         self._store = store
         self._observer = observer
         self._clock = clock
+        self._recorder = recorder
         self._runner = ModelRunner(loaded, arena, deterministic=config.deterministic)
         self._scheduler = Scheduler(
             store,
@@ -140,6 +144,8 @@ class Engine:
         await asyncio.to_thread(self._loaders.shutdown)
         self._grammars.close()
         await asyncio.to_thread(self._store.close)
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Started | Delta, None]:
         """Run a request: first Started, then Deltas, the last with a finish_reason. Closing it cancels the work.
@@ -438,6 +444,9 @@ class Engine:
                     self._keep(sequence)
             finally:
                 self._store.release(sequence.lease)
+            if self._recorder is not None and sequence.lease.caching:
+                prompt = sequence.tokens[: sequence.prompt_length]
+                self._recorder.record(sequence.request.namespace, prompt, sequence.answer_length)
         self._report(sequence, reason)
 
     def _keep(self, sequence: Sequence) -> None:

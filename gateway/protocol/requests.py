@@ -68,7 +68,7 @@ class SamplingFields(Body):
     stop_token_ids: list[Int] | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    prompt_cache_retention: Literal[in_memory, "in-memory", "24h"] | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     _structure: Structure | None = PrivateAttr(None)
 

@@ -1,11 +1,18 @@
 """Eviction policies by config name."""
 
-from kvstore.policy.base import EvictionPolicy
+from kvstore.policy.base import Chunk, EvictionPolicy
+from kvstore.policy.fifo import Fifo
+from kvstore.policy.gdsf import Gdsf
 from kvstore.policy.importance_score import ImportanceScore
+from kvstore.policy.impress import Impress
 from kvstore.policy.lfu import Lfu
 from kvstore.policy.lru import Lru
+from kvstore.policy.s3fifo import S3Fifo
+from kvstore.policy.tlru import TailLru
 
-POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (ImportanceScore, Lru, Lfu)}
+_ALL: tuple[type[EvictionPolicy], ...] = (ImportanceScore, Impress, Lru, Lfu, Fifo, S3Fifo, TailLru, Gdsf)
+
+POLICIES: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in _ALL}
 
 
 def make_policy(name: str) -> EvictionPolicy:
@@ -16,4 +23,4 @@ def make_policy(name: str) -> EvictionPolicy:
         raise ValueError(f"unknown eviction policy {name!r}; there are {', '.join(POLICIES)}") from None
 
 
-__all__ = ["POLICIES", "EvictionPolicy", "make_policy"]
+__all__ = ["POLICIES", "Chunk", "EvictionPolicy", "make_policy"]

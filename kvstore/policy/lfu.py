@@ -1,11 +1,10 @@
-"""Least frequently used."""
+"""Least frequently used; among equals the least recently used."""
 
-from kvstore.policy.base import EvictionPolicy
-from kvstore.tiers.base import ChunkStats
+from kvstore.policy.base import Chunk, EvictionPolicy, Rank
 
 
 class Lfu(EvictionPolicy):
     name = "lfu"
 
-    def priority(self, stats: ChunkStats) -> float:
-        return float(stats.accesses)
+    def rank(self, chunk: Chunk) -> Rank:
+        return Rank(0, float(chunk.stats.accesses))

@@ -1,11 +1,10 @@
 """Least recently used."""
 
-from kvstore.policy.base import EvictionPolicy
-from kvstore.tiers.base import ChunkStats
+from kvstore.policy.base import Chunk, EvictionPolicy, Rank
 
 
 class Lru(EvictionPolicy):
     name = "lru"
 
-    def priority(self, stats: ChunkStats) -> float:
-        return stats.last_access
+    def rank(self, chunk: Chunk) -> Rank:
+        return Rank(0, chunk.stats.last_access)

@@ -21,7 +21,7 @@ def make_node(name: int, stats: ChunkStats | None = None) -> Node:
 
 def order_of(policy: str, stats: list[ChunkStats]) -> list[int]:
     """In which order chunks with these stats leave."""
-    queue = EvictionQueue(make_policy(policy))
+    queue: EvictionQueue[Node] = EvictionQueue(make_policy(policy))
     nodes = [make_node(i, each) for i, each in enumerate(stats)]
     for node in nodes:
         queue.touch(node)
@@ -39,34 +39,43 @@ def test_lfu_lets_the_least_used_go_first() -> None:
     assert order_of("lfu", [ChunkStats(9, 1.0), ChunkStats(1, 3.0), ChunkStats(5, 2.0)]) == [1, 2, 0]
 
 
-def test_importance_score_is_frequency_times_share() -> None:
+def test_fifo_lets_the_oldest_go_first_however_used() -> None:
+    assert order_of("fifo", [ChunkStats(9, 30.0, 2.0), ChunkStats(1, 10.0, 1.0), ChunkStats(5, 20.0, 3.0)]) == [1, 0, 2]
+
+
+def test_impress_is_frequency_times_share() -> None:
     stats = [ChunkStats(accesses=9, important_share=0.1), ChunkStats(2, important_share=1.0), ChunkStats(3)]
-    assert order_of("importance_score", stats) == [0, 1, 2]
+    assert order_of("impress", stats) == [0, 1, 2]
 
 
-def test_importance_score_ages_old_favourites() -> None:
-    policy = make_policy("importance_score")
-    favourite = policy.priority(ChunkStats(accesses=10))
-    for _ in range(20):
-        policy.on_evict(policy.priority(ChunkStats(accesses=1)))
-    assert policy.priority(ChunkStats(accesses=1)) > favourite
+def test_gdsf_ages_old_favourites() -> None:
+    policy = make_policy("gdsf")
+    favourite = policy.rank(make_node(1, ChunkStats(accesses=10))).priority
+    queue = EvictionQueue(policy)
+    for number in range(20):
+        queue.touch(make_node(number))
+        queue.pop(lambda _: True)
+    assert policy.rank(make_node(2)).priority > favourite
 
 
-def test_the_clock_never_runs_back() -> None:
-    policy = make_policy("importance_score")
-    policy.on_evict(5.0)
-    policy.on_evict(1.0)
-    assert policy.priority(ChunkStats(accesses=1)) == 6.0
+def test_importance_score_without_knowledge_is_lru() -> None:
+    assert order_of("importance_score", [ChunkStats(1, 30.0), ChunkStats(1, 10.0), ChunkStats(1, 20.0)]) == [1, 2, 0]
+
+
+def test_importance_score_keeps_what_matters_more_among_equals() -> None:
+    shares = [0.25, 0.9, 0.05]
+    stats = [ChunkStats(1, 10.0, important_share=share) for share in shares]
+    assert order_of("importance_score", stats) == [2, 0, 1]
 
 
 def test_an_unknown_policy_names_those_there_are() -> None:
-    with pytest.raises(ValueError, match="fifo") as caught:
-        make_policy("fifo")
+    with pytest.raises(ValueError, match="best") as caught:
+        make_policy("best")
     assert all(name in str(caught.value) for name in POLICIES)
 
 
 def test_the_queue_skips_what_may_not_leave_and_keeps_it() -> None:
-    queue = EvictionQueue(make_policy("lru"))
+    queue: EvictionQueue[Node] = EvictionQueue(make_policy("lru"))
     first, second = make_node(1, ChunkStats(last_access=1.0)), make_node(2, ChunkStats(last_access=2.0))
     queue.touch(first)
     queue.touch(second)
@@ -82,7 +91,7 @@ def test_the_queue_skips_what_may_not_leave_and_keeps_it() -> None:
     )
 )
 def test_the_queue_agrees_with_sorting(history: list[tuple[str, int, float]]) -> None:
-    queue = EvictionQueue(make_policy("lru"))
+    queue: EvictionQueue[Node] = EvictionQueue(make_policy("lru"))
     nodes = [make_node(i) for i in range(8)]
     model: dict[int, tuple[float, int]] = {}
     for step, (action, number, at) in enumerate(history):
