@@ -64,6 +64,7 @@ class Transfer:
         self._on_departure = on_departure
         self._planner = planner
         self.chunks_on_device = 0
+        self._writing_below: Node | None = None  # parent of the chunk that the writer stores
         self._staging: queue.LifoQueue[torch.Tensor] = queue.LifoQueue()
         for _ in range(_STAGING_BUFFERS):
             self._staging.put(torch.zeros(layout.chunk_bytes, dtype=torch.uint8))
@@ -238,8 +239,10 @@ class Transfer:
             return False
         if any(name in child.tiers for child in node.children):
             return False
-        if node.pins and name is TierName.DISK:
-            return False  # the only tier that a restart leaves
+        # Pins: disk is the only tier that a restart leaves. The parent of what is being written: its child would come
+        # back from a restart without it.
+        if name is TierName.DISK and (node.pins or node is self._writing_below):
+            return False
         return len(node.tiers) > 1 or not (node.children or node.pins)
 
     def drop_subtree(self, top: Node, *, reason: str, lost: bool = False) -> int:
@@ -312,7 +315,11 @@ class Transfer:
                     node.leases -= 1
                     for name in node.tiers:
                         self.enlist(node, name)
-            outcome = self._put_on_disk(node, payload) if payload is not None else None
+            self._writing_below = node.parent
+            try:
+                outcome = self._put_on_disk(node, payload) if payload is not None else None
+            finally:
+                self._writing_below = None
         if outcome is not PutOutcome.STORED:
             return self._dropped(outcome.value if outcome is not None else "source_lost")
         with self._lock:

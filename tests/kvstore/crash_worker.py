@@ -23,7 +23,12 @@ DISK_BYTES = 600_000
 def open_store(folder: Path) -> PrefixStore:
     disk = DiskTier(LAYOUT, folder, DISK_BYTES, identity=IDENTITY, min_free_bytes=0)
     return PrefixStore(
-        LAYOUT, IDENTITY, DeviceArena(LAYOUT, 16, torch.device("cpu")), host=HostTier(LAYOUT, 1 << 17), disk=disk
+        LAYOUT,
+        IDENTITY,
+        DeviceArena(LAYOUT, 16, torch.device("cpu")),
+        host=HostTier(LAYOUT, 1 << 17),
+        disk=disk,
+        policy="lru",  # so that a test can say which prompts must still be there
     )
 
 

@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[2]
 ROUNDS = 100 if os.environ.get("KVGATE_SOAK") else 6
 
 #: The store holds more prompts than this: none of the last ones may have been evicted.
-RECENT = 10
+RECENT = 4
 
 
 def run_and_kill(folder: Path, seed: int, seconds: float) -> list[int]:
