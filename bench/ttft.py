@@ -1,7 +1,7 @@
 """Time to first token of long shared prefixes: cold, and hit from each tier, also after a restart.
 
     make bench                                        # kvgate alone
-    .venv/bin/python bench/ttft.py --vllm VENV --vllm-model FOLDER   # with vLLM in the same run
+    .venv/bin/python -m bench.ttft --vllm VENV --vllm-model FOLDER   # with vLLM in the same run
 
 kvgate runs with an arena that holds one long prompt, so that another prompt pushes the first out to host memory;
 the disk figure is the first request of a fresh process. ``disk, cold`` drops the store's file from the page cache
@@ -17,7 +17,18 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from common import Server, Timing, ask, document, free_port, kvgate_command, machine_line, median, running, write_config
+from bench.common import (
+    Server,
+    Timing,
+    ask,
+    document,
+    free_port,
+    kvgate_command,
+    machine_line,
+    median,
+    running,
+    write_config,
+)
 
 #: Sentences that make about 4,000 and 7,000 tokens with SmolLM2's tokenizer.
 SIZES = {"4k": 181, "7k": 315}

@@ -19,6 +19,7 @@ class Lease:
     root: bytes  # namespace root key
     caching: bool  # False: nothing is looked up or kept
     looked_up: int  # tokens of the prompt
+    counted: bool = True  # in the hit statistics
     tokens: bytes = b""  # of the looked-up prompt
     nodes: list[Node] = field(default_factory=list)  # leased whole chunks, in order
     partial: Node | None = None

@@ -100,15 +100,16 @@ class PrefixStore:
         limit: int | None = None,
         use_cache: bool = True,
         whole_chunks: bool = False,
+        counted: bool = True,
     ) -> Lease:
         """Look up the longest cached prefix and hold every chunk of it. Quick: nothing is copied.
 
         At most ``limit`` tokens hit, by default all but the last, whose logits are needed; with ``whole_chunks`` the
-        hit ends where a whole chunk ends.
+        hit ends where a whole chunk ends. Not ``counted``: it leaves the hit statistics alone.
         """
         n = len(token_ids)
         limit = n - 1 if limit is None else min(limit, n - 1)
-        lease = Lease(root=root_key(self._identity, namespace), caching=use_cache, looked_up=n)
+        lease = Lease(root=root_key(self._identity, namespace), caching=use_cache, looked_up=n, counted=counted)
         with self._lock:
             self._expire_pins()
             self._counters.leases += 1
@@ -369,6 +370,8 @@ class PrefixStore:
 
     def _account(self, lease: Lease) -> None:
         """Hits and misses in one step, so that they add up to the lookups at any time."""
+        if not lease.counted:
+            return
         with self._lock:
             counters = self._counters
             if lease.below_device:

@@ -24,3 +24,14 @@ def test_both_readmes_show_both_commands_and_name_every_key() -> None:
         assert "make run" in text
         assert "make test" in text
         assert [key for key in keys if not re.search(rf"\b{key}\b", text)] == []
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    there = set(
+        re.findall(
+            r"^(?:async )?def (test_\w+)", "\n".join(p.read_text() for p in REPO.rglob("tests/**/test_*.py")), re.M
+        )
+    )
+    for page in PAGES:
+        named = set(re.findall(r"`(test_\w+)`", page.read_text()))
+        assert named <= there, f"{page.name} names tests that are gone: {sorted(named - there)}"

@@ -22,6 +22,7 @@ from gateway.engine.runner import ModelRunner, Work
 from gateway.engine.sampler import Sampler, token_logprobs
 from gateway.engine.scheduler import Scheduled, Scheduler
 from gateway.engine.sequence import Event, Sequence, SequenceState
+from gateway.engine.shadow import ShadowVerifier
 from gateway.engine.types import (
     CacheReport,
     ContextLengthExceeded,
@@ -102,6 +103,7 @@ class Engine:
         self._clock = clock
         self._recorder = recorder
         self._runner = ModelRunner(loaded, arena, deterministic=config.deterministic)
+        self._shadow = ShadowVerifier(store, self._runner, arena, config.shadow_verify)
         self._scheduler = Scheduler(
             store,
             chunk_size=arena.layout.chunk_size,
@@ -189,6 +191,7 @@ class Engine:
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(self._inbox),
             loading=len(scheduler.loading),
+            shadow_checks=dict(self._shadow.outcomes),
         )
 
     def store_stats(self) -> StoreStats:
@@ -241,16 +244,36 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._closing or self._inbox or self._cancelled or self._loads_done or self._runnable()):
+                while not (self._closing or self._has_work() or self._is_idle()):
                     self._wake.wait()
                 if self._closing:
                     break
+                idle = self._is_idle()
                 inbox, self._inbox = self._inbox, []
                 cancelled, self._cancelled = self._cancelled, []
                 loads, self._loads_done = self._loads_done, []
+            if idle:
+                self._check_in_the_shadow()
+                continue
+            self._shadow.abandon()
             self._take(inbox, cancelled, loads)
             self._step()
+        self._shadow.close()
         self._end_all(EngineClosed("the server is shutting down; send the request again in a few seconds"))
+
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._cancelled or self._loads_done or self._runnable())
+
+    def _is_idle(self) -> bool:
+        """Nothing to do for anybody, and a check is waiting for such a moment."""
+        return self._shadow.pending and not (self._has_work() or self._scheduler.loading)
+
+    def _check_in_the_shadow(self) -> None:
+        try:
+            self._shadow.step()
+        except Exception:
+            log.exception("shadow verification failed; the check is left out")
+            self._shadow.close()
 
     def _runnable(self) -> bool:
         return bool(self._scheduler.running) or bool(self._scheduler.waiting and not self._scheduler.loading)
@@ -444,6 +467,9 @@ class Engine:
                     self._keep(sequence)
             finally:
                 self._store.release(sequence.lease)
+            if sequence.cache is not None and reason is not FinishReason.ERROR:
+                hit = sequence.tokens[: sequence.cache.cached_tokens]
+                self._shadow.consider(hit, sequence.request.namespace)
             if self._recorder is not None and sequence.lease.caching:
                 prompt = sequence.tokens[: sequence.prompt_length]
                 self._recorder.record(sequence.request.namespace, prompt, sequence.answer_length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -153,3 +154,4 @@ class EngineStats:
     running: int
     waiting: int
     loading: int
+    shadow_checks: Mapping[str, int] = field(default_factory=dict)  # by outcome, see ShadowVerifier

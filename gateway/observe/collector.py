@@ -32,6 +32,8 @@ class EngineCollector(Collector):
         yield _gauge("kvgate_requests_running", "Sequences that are computed", stats.running)
         yield _gauge("kvgate_requests_waiting", "Sequences in the queue", stats.waiting)
         yield _gauge("kvgate_requests_loading", "Sequences whose prefix is being loaded", stats.loading)
+        checks = {"match": 0, "mismatch": 0, "skipped": 0} | dict(stats.shadow_checks)
+        yield _labelled("kvgate_shadow_verify", "Hits computed again and compared", ["outcome"], _by_name(checks))
         yield _gauge("kvgate_degraded", "Reasons why service is reduced", len(self._engine.degraded()))
         store = self._engine.store_stats()
         if store is not None:

@@ -278,3 +278,42 @@ def test_deterministic_logits_are_equal_to_the_bit(exact: Bench) -> None:
         exact.do(together())
         rows = {row.numpy().tobytes() for row in exact.logits}
         assert all(row.numpy().tobytes() in rows for wanted in cold for row in wanted), "company changed an answer"
+
+
+def shadow_checked(bench: Bench, n: int) -> dict[str, int]:
+    async def until() -> None:
+        for _ in range(1000):
+            if sum(bench.engine.stats().shadow_checks.values()) >= n:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("no check was made while idle")
+
+    bench.do(until())
+    return dict(bench.engine.stats().shadow_checks)
+
+
+def test_shadow_verification_finds_kv_that_is_not_what_a_cold_run_computes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(tmp_path, ["gpu"], shadow_verify=1.0)
+    try:
+        ids = words(42, 3 * CHUNK + 5)
+        bench.do(bench.ask(ids))
+        good, started = bench.do(bench.ask([*ids, 7]))
+        assert started.cache.cached_tokens >= 3 * CHUNK
+        assert shadow_checked(bench, 1) == {"match": 1}
+        looked_up = bench.engine.store_stats().lookups
+        wait_idle(bench)
+        node = next(node for node in bench.engine._store._index if node.record.depth == 1)
+        assert node.page is not None
+        bench.engine._arena.page_view(node.page, CHUNK).mul_(-1)  # as a foreign prompt's KV would be
+        bench.do(bench.ask([*ids, 7]))
+        assert shadow_checked(bench, 2) == {"match": 1, "mismatch": 1}
+        assert "differs from its recomputation" in caplog.text
+        wait_idle(bench)
+        again, started = bench.do(bench.ask([*ids, 7]))
+        assert started.cache.cached_tokens == CHUNK, "the bad chunk and what hung from it are gone"
+        assert again == good
+        assert bench.engine.store_stats().lookups == looked_up + 2, "checks are no lookups"
+    finally:
+        bench.close()
