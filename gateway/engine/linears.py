@@ -39,8 +39,79 @@ def pack_linears(model: nn.Module) -> int:
         return 0
     replaced = 0
     for parent in list(model.modules()):
+        replaced += _join(parent)
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype is torch.bfloat16 and child.weight.device.type == "cpu":
+            if _is_plain(child):
+                assert isinstance(child, nn.Linear)
                 setattr(parent, name, PackedLinear(child))
                 replaced += 1
     return replaced
+
+
+class _Shared:
+    """One packed product for several linears that a model calls on the same input, one after the other."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        joined = nn.Linear(
+            linears[0].in_features, sum(linear.out_features for linear in linears), bias=False, device="meta"
+        )
+        joined.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
+        if linears[0].bias is not None:
+            joined.bias = nn.Parameter(torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False)
+        self._packed = PackedLinear(joined)
+        self._input: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+        self._left: set[int] = set()
+        self._members = range(len(linears))
+
+    def part(self, member: int, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Columns ``[start, stop)`` of the joined product; computed once for each new input tensor."""
+        if self._input is not x or member not in self._left:
+            self._input, self._output = x, self._packed(x)
+            self._left = set(self._members)
+        assert self._output is not None
+        part = self._output[..., start:stop]
+        self._left.discard(member)
+        if not self._left:
+            self._input = self._output = None  # hold no activations between steps
+        return part
+
+
+class JoinedLinear(nn.Module):
+    """One of several linears that share a product (q, k and v; gate and up). ``[..., in] -> [..., out]``, strided."""
+
+    def __init__(self, shared: _Shared, member: int, start: int, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._shared = shared
+        self._member = member
+        self._start = start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._shared.part(self._member, x, self._start, self._start + self.out_features)
+
+
+#: Names under which transformers' models keep linears that all take the layer's (normalised) input.
+_JOINABLE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def _join(parent: nn.Module) -> int:
+    """Join what can be joined among a module's children; returns how many linears were replaced."""
+    replaced = 0
+    for names in _JOINABLE:
+        found = [getattr(parent, name, None) for name in names]
+        linears = [child for child in found if isinstance(child, nn.Linear) and _is_plain(child)]
+        alike = {(child.in_features, child.bias is None) for child in linears}
+        if len(linears) != len(names) or len(alike) != 1:
+            continue
+        shared, start = _Shared(linears), 0
+        for member, (name, linear) in enumerate(zip(names, linears, strict=True)):
+            setattr(parent, name, JoinedLinear(shared, member, start, linear))
+            start += linear.out_features
+            replaced += 1
+    return replaced
+
+
+def _is_plain(child: nn.Module) -> bool:
+    return type(child) is nn.Linear and child.weight.dtype is torch.bfloat16 and child.weight.device.type == "cpu"

@@ -56,16 +56,48 @@ class Scheduler:
         self._crowded = False  # set by a preemption: admitting again before a page comes free would thrash
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into loading while there is room; the caller looks their prefixes up."""
+        """Move waiting sequences into loading while there is room; the caller looks their prefixes up.
+
+        A prompt whose beginning is being computed by another sequence waits for it and then finds it in the cache,
+        instead of computing it as well; when the other one ends early, it takes over.
+        """
         admitted: list[Sequence] = []
         if self._crowded and self.running:
             return admitted
+        held: list[Sequence] = []
         while self.waiting and len(self.running) + len(self.loading) < self._max_batch_size:
             sequence = self.waiting.popleft()
+            if self._follows(sequence):
+                held.append(sequence)
+                continue
             sequence.state = SequenceState.LOADING
             self.loading.append(sequence)
             admitted.append(sequence)
+        self.waiting.extendleft(reversed(held))
         return admitted
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether whole chunks that it needs are on the way in a sequence of its namespace."""
+        if not sequence.request.use_cache:
+            return False
+        return any(
+            other.computed < other.prompt_length
+            and other.request.use_cache
+            and other.request.namespace == sequence.request.namespace
+            and other.computed < self._shared_tokens(sequence, other)
+            for other in (*self.running, *self.loading)
+        )
+
+    def _shared_tokens(self, sequence: Sequence, other: Sequence) -> int:
+        """Leading tokens that both prompts have, in whole chunks."""
+        known = sequence.shared.get(other.request.request_id)
+        if known is None:
+            mine, theirs, size = sequence.request.prompt_ids, other.request.prompt_ids, self._chunk_size
+            known, limit = 0, min(len(mine), len(theirs))
+            while known + size <= limit and mine[known : known + size] == theirs[known : known + size]:
+                known += size
+            sequence.shared[other.request.request_id] = known
+        return known
 
     def loaded(self, sequence: Sequence) -> None:
         self.loading.remove(sequence)

@@ -35,6 +35,7 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # leading tokens whose KV is in the lease's pages
     lease: Lease | None = None
+    shared: dict[str, int] = field(default_factory=dict)  # whole-chunk tokens in common, by the other's request id
     cache: CacheReport | None = None  # of the first admission
     probe: ProbeSink | None = None
     admitted: float | None = None

@@ -31,7 +31,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
     """A config.toml for tests: small tiers, a store in the folder, float32 (no near-ties); sections override by key."""
     settings: dict[str, dict[str, Any]] = {
         "server": {"host": "127.0.0.1"},
-        "model": {"name": "demo", "max_model_len": 4096, "dtype": "float32"},
+        "model": {"name": "demo", "max_model_len": 2048, "dtype": "float32"},
         "prefix_cache": {
             "device_cache_gb": 0.5,
             "cpu_cache_gb": 0.5,

@@ -76,7 +76,7 @@ def test_upstream_errors_keep_status_and_envelope(pair: tuple[ServerProcess, Ser
         gateway.client.chat.completions.create(model=remote, messages=chat("a", "b"), max_tokens=-1)
     assert bad.value.param == "max_tokens"
     with pytest.raises(openai.BadRequestError) as long:
-        gateway.client.chat.completions.create(model=remote, messages=chat(document(1, 400), "b"))
+        gateway.client.chat.completions.create(model=remote, messages=chat(document(1, 150), "b"))
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.NotFoundError) as missing:
         gateway.client.chat.completions.create(model="nobody-has-this", messages=chat("a", "b"))

@@ -76,20 +76,20 @@ def test_stop_and_limit_finish_reasons(server: ServerProcess) -> None:
     stop = full[4:9]
     stopped, reason = ask(max_tokens=30, stop=[stop])
     assert reason == "stop" and stopped == full[: full.index(stop)]
-    ended, reason = ask(max_completion_tokens=400)
+    ended, reason = ask(max_completion_tokens=60)
     assert reason in ("stop", "length") and ended.startswith(full[:10])
 
 
 def test_a_seed_gives_the_same_text_alone_and_in_company(server: ServerProcess) -> None:
     def ask(seed: int | None, question: str = "Tell me a story.") -> str:
         answer = server.client.chat.completions.create(
-            model="demo", messages=chat("You write stories.", question), max_tokens=24, temperature=1, seed=seed
+            model="demo", messages=chat("You write stories.", question), max_tokens=14, temperature=1, seed=seed
         )
         return answer.choices[0].message.content or ""
 
     alone = ask(11)
     with ThreadPoolExecutor(6) as pool:
-        others = [pool.submit(ask, None, f"Tell me about number {i}.") for i in range(5)]
+        others = [pool.submit(ask, None, f"Tell me about number {i}.") for i in range(3)]
         beside = pool.submit(ask, 11)
         assert beside.result() == alone
         assert all(other.result() for other in others)
@@ -98,11 +98,11 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(server: ServerProcess) 
 
 def test_parallel_answers_equal_solo_answers(server: ServerProcess) -> None:
     prefix = document(5, 40)
-    questions = [f"What does rule {i} say?" for i in range(6)]
+    questions = [f"What does rule {i} say?" for i in range(4)]
 
     def ask(question: str) -> str:
         answer = server.client.chat.completions.create(
-            model="demo", messages=chat(prefix, question), max_tokens=16, temperature=0
+            model="demo", messages=chat(prefix, question), max_tokens=10, temperature=0
         )
         return answer.choices[0].message.content or ""
 
@@ -140,17 +140,17 @@ def test_errors_come_in_the_envelope(server: ServerProcess) -> None:
 
 
 def test_a_prompt_over_the_context_is_refused_with_both_numbers(server: ServerProcess) -> None:
-    long = document(1, 400)
+    long = document(1, 150)
     with pytest.raises(openai.BadRequestError) as caught:
         server.client.chat.completions.create(model="demo", messages=chat(long, "?"))
     assert caught.value.code == "context_length_exceeded"
-    assert "4096" in caught.value.message
+    assert "2048" in caught.value.message
 
-    fits = server.client.completions.create(model="demo", prompt=[504] * 4095, max_tokens=50, temperature=0)
+    fits = server.client.completions.create(model="demo", prompt=[504] * 2047, max_tokens=50, temperature=0)
     assert fits.usage is not None and fits.usage.completion_tokens == 1
     assert fits.choices[0].finish_reason == "length"
     with pytest.raises(openai.BadRequestError):
-        server.client.completions.create(model="demo", prompt=[504] * 4096, max_tokens=1)
+        server.client.completions.create(model="demo", prompt=[504] * 2048, max_tokens=1)
 
 
 def test_models_are_listed_and_found(server: ServerProcess) -> None:

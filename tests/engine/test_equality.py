@@ -121,7 +121,7 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 EDGES = [CHUNK * k + d for k in (1, 2, 3, 5) for d in (-2, -1, 0, 1, 2)]
-LENGTHS = EDGES * 5 if SOAK else EDGES[::2]
+LENGTHS = EDGES * 5 if SOAK else EDGES[::4]
 
 
 def test_greedy_answers_are_equal_around_every_edge(bench: Bench) -> None:
@@ -143,7 +143,7 @@ def test_greedy_answers_are_equal_around_every_edge(bench: Bench) -> None:
 
 def test_a_batch_of_eight_hits_answers_as_each_alone(bench: Bench) -> None:
     for number in range(6 if SOAK else 1):
-        trunk = words(3000 + number, 3 * CHUNK + 5)
+        trunk = words(3000 + number, 2 * CHUNK + 5)
         bench.do(bench.ask([*trunk, 1]))
         prompts = [[*trunk, *words(4000 + 10 * number + i, 5 + i)] for i in range(8)]
 
@@ -205,6 +205,8 @@ ENDINGS: dict[str, Callable[[Bench, list[int]], Any]] = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_hit_after_any_ending_answers_as_cold_and_no_lease_is_left(bench: Bench, ending: str) -> None:
+    if not SOAK and ending != "left in decode" and bench.engine._store._disk is None and bench.engine._store._host:
+        pytest.skip("the host tier is run in full by make soak")
     for number in range(5 if SOAK else 1):
         ids = words(hash(ending) % 10_000 + number, 4 * CHUNK + 9)
         ENDINGS[ending](bench, ids)
