@@ -10,6 +10,8 @@ from fastapi import FastAPI
 from gateway.answer.dialect import Dialect
 from gateway.api import answers, cache, errors, health, models
 from gateway.api.context import AppState
+from gateway.api.cors import CrossOrigin
+from gateway.api.drain import Drain
 from gateway.api.middleware import NormalisePath, RequestContext
 from gateway.auth.keys import KeyCheck
 from gateway.auth.namespace import Namespaces
@@ -23,7 +25,12 @@ from gateway.upstream.client import Upstream
 def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> FastAPI:
     """The server for one engine. Its lifespan starts and closes the engine and the upstream's connections."""
     server = settings.server
-    upstream = Upstream(server.api_base, server.api_key, metrics) if server.api_base else None
+    drain = Drain(server.shutdown_seconds)
+    upstream = None
+    if server.api_base:
+        upstream = Upstream(
+            server.api_base, server.api_key, metrics, ping_seconds=server.ping_seconds, expired=drain.expired
+        )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -44,11 +51,14 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
         keys=KeyCheck(server.api_key),
         namespaces=Namespaces(settings.prefix_cache.namespace),
         upstream=upstream,
+        drain=drain,
     )
     metrics.watch(engine)
     errors.install(app)
     for router in (health.router, models.router, answers.router, cache.router):
         app.include_router(router)
-    app.add_middleware(RequestContext, metrics=metrics)
+    app.add_middleware(RequestContext, metrics=metrics, drain=drain)
     app.add_middleware(NormalisePath)
+    if server.cors_origins:
+        app.add_middleware(CrossOrigin, origins=server.cors_origins)
     return app

@@ -25,6 +25,9 @@ OTHER_VARIABLES = {"KVGATE_CACHE_DIR"}
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 _TIERS = ("gpu", "cpu", "disk")
 
+#: Keys that come comma-separated from the environment.
+_LISTS = {("prefix_cache", "tiering"), ("server", "cors_origins")}
+
 
 class ConfigError(Exception):
     """One sentence for the user: where, what, and what to do."""
@@ -42,17 +45,22 @@ class ServerSettings(_Section):
     port: Annotated[int, Field(ge=0, le=65535, strict=False)] = 8000
     api_base: str = ""
     key: Annotated[SecretStr, Field(alias="api_key")] = SecretStr("")
-    max_waiting: Annotated[int, Field(ge=1, strict=False)] = 256
-    max_body_mb: Annotated[float, Field(gt=0, strict=False)] = 32
+    cors_origins: list[str] = []
+    ping_seconds: Annotated[float, Field(gt=0, strict=False)] = 10
+    shutdown_seconds: Annotated[float, Field(ge=0, strict=False)] = 10
 
     @property
     def api_key(self) -> str:
         """The unified key; empty when none is set. Kept out of repr."""
         return self.key.get_secret_value().strip()
 
-    @property
-    def max_body_bytes(self) -> int:
-        return int(self.max_body_mb * 2**20)
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
+                raise ValueError(f'{origin!r} is no origin: write "https://app.example" without a path, or "*"')
+        return value
 
     @field_validator("api_base")
     @classmethod
@@ -70,6 +78,21 @@ class ServerSettings(_Section):
                 'host = "127.0.0.1"'
             )
         return self
+
+
+class LimitSettings(_Section):
+    """What one request, and all that wait, may ask for. The answer beyond each is in config.toml."""
+
+    max_body_mb: Annotated[float, Field(gt=0, strict=False)] = 32
+    max_json_depth: Annotated[int, Field(ge=8, le=500, strict=False)] = 100
+    max_messages: Annotated[int, Field(ge=1, strict=False)] = 4096
+    max_choices: Annotated[int, Field(ge=1, le=128, strict=False)] = 128
+    max_waiting: Annotated[int, Field(ge=1, strict=False)] = 256
+    max_wait_seconds: Annotated[float, Field(gt=0, strict=False)] = 300
+
+    @property
+    def max_body_bytes(self) -> int:
+        return int(self.max_body_mb * 2**20)
 
 
 class ModelSettings(_Section):
@@ -137,6 +160,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSettings = Field(default_factory=ServerSettings)
+    limits: LimitSettings = Field(default_factory=LimitSettings)
     model: ModelSettings = Field(default_factory=ModelSettings)
     prefix_cache: PrefixCacheSettings = Field(default_factory=PrefixCacheSettings)
     engine: EngineSettings = Field(default_factory=EngineSettings)
@@ -255,7 +279,7 @@ def _environment() -> list[tuple[str, str, str, str]]:
 
 def _from_text(section: str, key: str, text: str) -> Any:
     """Lists come comma-separated from the environment; the rest is converted by the field's type."""
-    return [part.strip() for part in text.split(",")] if (section, key) == ("prefix_cache", "tiering") else text
+    return [part.strip() for part in text.split(",") if part.strip()] if (section, key) in _LISTS else text
 
 
 def _put(merged: dict[str, Any], origins: dict[str, str], section: str, key: str, value: Any, origin: str) -> None:
@@ -267,7 +291,9 @@ def _put(merged: dict[str, Any], origins: dict[str, str], section: str, key: str
     assert issubclass(model, BaseModel)
     keys = [field.alias or name for name, field in model.model_fields.items()]
     if key not in keys:
-        raise ConfigError(f"{origin}: [{section}] has no key {key!r}{nearest(key, keys)}")
+        elsewhere = [name for name, other in sections.items() if key in getattr(other, "model_fields", {})]
+        hint = f"; it belongs to [{elsewhere[0]}]" if elsewhere else nearest(key, keys)
+        raise ConfigError(f"{origin}: [{section}] has no key {key!r}{hint}")
     merged.setdefault(section, {})[key] = value
     origins[f"{section}.{key}"] = origin
 

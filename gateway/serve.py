@@ -8,8 +8,10 @@ import socket
 
 import uvicorn
 
+from gateway.api.context import AppState
 from gateway.app import create_app
 from gateway.config import ConfigError, Settings
+from gateway.draining import DrainingServer
 from gateway.engine.build import build_engine
 from gateway.engine.sources import ModelError
 from gateway.observe.logs import setup_logging
@@ -18,8 +20,8 @@ from kvstore import StoreInUse
 
 log = logging.getLogger(__name__)
 
-#: Running answers get this long to finish after SIGTERM.
-SHUTDOWN_GRACE_S = 10
+#: Time for answers that were ended to be written out, after [server].shutdown_seconds are over.
+_LAST_WORDS_S = 3
 
 
 class StartError(Exception):
@@ -44,12 +46,12 @@ def run(settings: Settings) -> None:
     app = create_app(settings, engine, metrics)
     _greet(listener, engine.model_id, bool(settings.server.api_key))
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=SHUTDOWN_GRACE_S, server_header=False
+        app, log_config=None, access_log=False, timeout_graceful_shutdown=_LAST_WORDS_S, server_header=False
     )
     # uvicorn raises the signal again once it has shut down: a stop that was asked for and went well is exit 0.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[listener])
+    DrainingServer(config, AppState.of_app(app).drain).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -18,9 +18,10 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.api.access import require_key
-from gateway.api.answers import prepare_completion, read_request
 from gateway.api.context import AppState
 from gateway.api.errors import ApiError
+from gateway.api.prepare import prepare_completion
+from gateway.api.serving import read_request
 from gateway.engine.types import GenerationRequest, SamplingParams, Started
 from gateway.prompt.divergence import likely_cause, locate
 from gateway.protocol.requests import ChatRequest

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from anyio import CapacityLimiter
-from fastapi import Request
+from fastapi import FastAPI, Request
 
 from gateway.answer.dialect import Dialect
+from gateway.api.drain import Drain
 from gateway.auth.keys import KeyCheck
 from gateway.auth.namespace import Namespaces
 from gateway.config import Settings
@@ -31,11 +32,16 @@ class AppState:
     keys: KeyCheck
     namespaces: Namespaces
     upstream: Upstream | None
+    drain: Drain
     prompt_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_PROMPT_THREADS))
 
     @classmethod
     def of(cls, request: Request) -> AppState:
-        return cast(AppState, request.app.state.shared)
+        return cls.of_app(request.app)
+
+    @classmethod
+    def of_app(cls, app: FastAPI) -> AppState:
+        return cast(AppState, app.state.shared)
 
     def is_local(self, model: str) -> bool:
         return model == self.engine.model_id or model in self.engine.aliases

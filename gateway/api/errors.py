@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -24,6 +25,19 @@ _TYPES = {
     502: "upstream_error",
     503: "service_unavailable_error",
     504: "upstream_error",
+}
+
+#: Everything below is answered in Anthropic's shape.
+ANTHROPIC_PATH = "/v1/messages"
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 #: Sent with each 429 and 503 that names no time of its own, in seconds.
@@ -57,9 +71,10 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
-    @property
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def answer(self, path: str, request_id: str | None = None) -> JSONResponse:
+        """The answer of the endpoint at ``path``: each API has an envelope of its own."""
+        body = anthropic_error(self, request_id) if path.startswith(ANTHROPIC_PATH) else self.body
+        return JSONResponse(body, self.status, self.headers)
 
     @classmethod
     def of(cls, error: Exception) -> ApiError:
@@ -80,6 +95,13 @@ class ApiError(Exception):
                 return cls(500, "the server failed on this request; its log says why", code="internal_error")
 
 
+def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Anthropic's envelope: ``{"type": "error", "error": {"type", "message"}}``; the message names the parameter."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {**body, "request_id": request_id} if request_id else body
+
+
 def model_not_found(model: str) -> ApiError:
     return ApiError(
         404,
@@ -93,9 +115,13 @@ def model_not_found(model: str) -> ApiError:
 def install(app: FastAPI) -> None:
     """Answer every error of the app in the envelope. What nothing here knows is RequestContext's."""
 
-    async def translate(_: Request, error: Exception) -> Response:
-        return ApiError.of(error).response
+    async def translate(request: Request, error: Exception) -> Response:
+        return _answered(request, ApiError.of(error))
 
+    async def malformed(request: Request, _: Exception) -> Response:
+        return _answered(request, ApiError(400, "a parameter in the URL is malformed; see docs/api.md"))
+
+    app.add_exception_handler(RequestValidationError, malformed)
     for kind in (ApiError, InvalidRequest, PromptError, EngineError):
         app.add_exception_handler(kind, translate)
     app.add_exception_handler(HTTPException, _http_error)
@@ -105,11 +131,17 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path[:200], request.method
     headers = dict(error.headers or {})
+    if error.status_code == 405 and method == "OPTIONS":
+        return Response(status_code=204, headers=headers)
     if error.status_code == 404:
-        return ApiError(404, f"there is no {path}; the API lies under /v1", code="not_found").response
-    if error.status_code == 405:
-        if method == "OPTIONS":
-            return Response(status_code=204, headers=headers)
+        said = ApiError(404, f"there is no {path}; the API lies under /v1", code="not_found")
+    elif error.status_code == 405:
         message = f"{path} doesn't take {method}; use {headers.get('Allow', 'another method')}"
-        return ApiError(405, message, code="method_not_allowed", headers=headers).response
-    return ApiError(error.status_code, str(error.detail), headers=headers).response
+        said = ApiError(405, message, code="method_not_allowed", headers=headers)
+    else:
+        said = ApiError(error.status_code, str(error.detail), headers=headers)
+    return _answered(request, said)
+
+
+def _answered(request: Request, error: ApiError) -> Response:
+    return error.answer(request.url.path, getattr(request.state, "request_id", None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -11,10 +11,11 @@ from fastapi import Request
 
 from gateway.answer.pieces import Piece
 from gateway.answer.reader import AnswerReader
+from gateway.api.drain import shutting_down
 from gateway.api.errors import ApiError
-from gateway.api.sse import DONE, disconnected, event
+from gateway.api.sse import disconnected
 from gateway.engine.protocol import EngineProtocol
-from gateway.engine.types import CacheReport, Delta, FinishReason, GenerationRequest, Started
+from gateway.engine.types import CacheReport, Delta, EngineOverloaded, FinishReason, GenerationRequest, Started
 from gateway.protocol.responses import AnswerFormat, Choice, Usage
 
 T = TypeVar("T")
@@ -24,23 +25,30 @@ class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T], expired: asyncio.Event | None = None) -> T:
     """Await ``work``, and cancel it when the client goes away.
+
+    Args:
+        request: whose client is watched.
+        work: makes the answer.
+        expired: set when the server can't wait any longer; None = it tells ``work`` in another way.
 
     Raises:
         ClientGone: it did.
+        EngineClosed: ``expired``.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(disconnected(request.receive))
+    end = asyncio.ensure_future((expired or asyncio.Event()).wait())
     try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        await asyncio.wait({task, watcher, end}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise shutting_down() if end.done() else ClientGone
     finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        for each in (task, watcher, end):
+            each.cancel()
+        await asyncio.gather(task, watcher, end, return_exceptions=True)
 
 
 class Generation:
@@ -53,10 +61,19 @@ class Generation:
         engine: runs them.
         requests: one an answer, in the order of choices.
         per_prompt: answers to each prompt; they are neighbours.
+        max_wait_seconds: the request is given up when nothing of it has begun after so long.
     """
 
-    def __init__(self, engine: EngineProtocol, requests: Sequence[GenerationRequest], per_prompt: int) -> None:
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        requests: Sequence[GenerationRequest],
+        per_prompt: int,
+        max_wait_seconds: float = 300.0,
+    ) -> None:
         self._engine = engine
+        self._max_wait_seconds = max_wait_seconds
+        self._patience: asyncio.TimerHandle | None = None
         self._requests = requests
         self._per_prompt = per_prompt
         self._leaders = range(0, len(requests), per_prompt)
@@ -89,12 +106,14 @@ class Generation:
         return Usage(cache.prompt_tokens, self._completion_tokens, cache.cached_tokens)
 
     async def start(self) -> None:
-        """Begin, and wait until the prefix of each prompt was looked up.
+        """Begin, and wait until the prefix of each prompt was looked up. A second call goes on waiting.
 
         Raises:
             EngineError: one of them can't run.
         """
-        self._tasks = [asyncio.create_task(self._pump(i, request)) for i, request in enumerate(self._requests)]
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._pump(i, request)) for i, request in enumerate(self._requests)]
+            self._patience = asyncio.get_running_loop().call_later(self._max_wait_seconds, self._give_up)
         await self._all_led.wait()
         if self._failure is not None:
             raise self._failure
@@ -116,6 +135,8 @@ class Generation:
 
     async def close(self) -> None:
         """End what still runs."""
+        if self._patience is not None:
+            self._patience.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,11 +155,25 @@ class Generation:
                         led.set()
                         self._events.put_nowait((index, item))
         except Exception as error:
-            self._failure = self._failure or error
-            self._all_led.set()
-            self._events.put_nowait((index, error))
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the answers with this error, unless they have ended."""
+        self._failure = self._failure or error
+        self._all_led.set()
+        self._events.put_nowait((0, error))
+
+    def _give_up(self) -> None:
+        self.fail(
+            EngineOverloaded(
+                f"the request waited {self._max_wait_seconds:g} s and had not begun; retry later, or raise "
+                "[limits].max_wait_seconds"
+            )
+        )
 
     def _note_start(self, index: int, cache: CacheReport) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
         self._started[index] = cache
         if all(leader in self._started for leader in self._leaders):
             self._all_led.set()
@@ -163,28 +198,29 @@ async def read_answers(
         yield index, piece, None if reason is None else readers[index].finish_reason(_checked(reason))
 
 
-async def stream_answer(
+async def answer_chunks(
     generation: Generation,
     form: AnswerFormat,
+    reader: Callable[[], AnswerReader] = AnswerReader,
     *,
     include_usage: bool,
-    reader: Callable[[], AnswerReader] = AnswerReader,
-) -> AsyncGenerator[bytes, None]:
-    """Events of a started generation, ``[DONE]`` last; a failure is an event before it. Closing is the caller's."""
-    try:
-        for index in range(generation.choices):
-            if (opening := form.opening(index)) is not None:
-                yield event(opening)
-        async for index, piece, reason in read_answers(generation, reader):
-            if piece:
-                yield event(form.piece(index, piece))
-            if reason is not None:
-                yield event(form.ending(index, reason))
-        if include_usage:
-            yield event(form.usage(generation.usage))
-    except Exception as error:
-        yield event(ApiError.of(error).body)
-    yield DONE
+) -> AsyncIterator[dict[str, Any]]:
+    """Bodies of a generation's streamed chunks. Closing the generation is the caller's.
+
+    Raises:
+        Exception: what ended it.
+    """
+    await generation.start()
+    for index in range(generation.choices):
+        if (opening := form.opening(index)) is not None:
+            yield opening
+    async for index, piece, reason in read_answers(generation, reader):
+        if piece:
+            yield form.piece(index, piece)
+        if reason is not None:
+            yield form.ending(index, reason)
+    if include_usage:
+        yield form.usage(generation.usage)
 
 
 async def whole_answer(generation: Generation, reader: Callable[[], AnswerReader] = AnswerReader) -> list[Choice]:

@@ -23,7 +23,8 @@ async def health(request: Request) -> dict[str, object]:
 
 @router.api_route("/ready", methods=_READ)
 async def ready(request: Request) -> dict[str, object]:
-    if not AppState.of(request).engine.ready:
+    state = AppState.of(request)
+    if state.drain.begun or not state.engine.ready:
         raise ApiError(503, "the engine is starting or stopping; ask again in a second", code="not_ready")
     return {"status": "ready"}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.api.drain import Drain, shutting_down
 from gateway.api.errors import ApiError
 from gateway.observe.metrics import Metrics
 
@@ -39,9 +40,12 @@ class RequestContext:
     The client's own ``x-request-id`` is echoed and logged when it is harmless; inside, only fresh ids are keys.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, drain: Drain, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._app = app
         self._metrics = metrics
+        self._drain = drain
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,12 +64,16 @@ class RequestContext:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("ascii"))]
             await send(message)
 
+        path = scope["path"]
         try:
-            await self._app(scope, receive, send_with_id)
+            if self._drain.refuses(path):
+                raise shutting_down()
+            with self._drain.running(path):
+                await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             log.debug("client left while sending request_id=%s", request_id)
         except Exception as error:
-            answer = ApiError.of(error).response
+            answer = ApiError.of(error).answer(path, request_id)
             if status:
                 raise  # too late for an envelope: the server closes the connection
             await answer(scope, receive, send_with_id)

@@ -15,12 +15,13 @@ DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 #: Proxies close connections that are silent for a minute or less.
-PING_SECONDS = 15.0
+PING_SECONDS = 10.0
 
 
-def event(data: Mapping[str, Any]) -> bytes:
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
     """One event, in UTF-8 whole: a character is never split over two."""
-    return b"data: " + orjson.dumps(data) + b"\n\n"
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 class EventStream(Response):
@@ -30,7 +31,8 @@ class EventStream(Response):
         content: ready events; failures have been turned into events by their maker.
         close: ends the work behind the content. Called once, whether or not the content was ever asked for anything.
         headers: added to the response's own.
-        ping_seconds: silence before a comment is sent.
+        ping_seconds: silence before a ping is sent.
+        ping: what is sent then.
     """
 
     def __init__(
@@ -39,16 +41,18 @@ class EventStream(Response):
         close: Callable[[], Awaitable[None]],
         headers: Mapping[str, str] | None = None,
         ping_seconds: float = PING_SECONDS,
+        ping: bytes = PING,
     ) -> None:
         self.status_code = 200
         self.background = None
         self._content = content
         self._close = close
         self._ping_seconds = ping_seconds
+        self._ping = ping
         self.init_headers(
             {
                 "content-type": "text/event-stream; charset=utf-8",
-                "cache-control": "no-cache",
+                "cache-control": "no-cache, no-transform",
                 "x-accel-buffering": "no",
                 **(headers or {}),
             }
@@ -69,7 +73,7 @@ class EventStream(Response):
             sender.result()
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(with_pings(self._content, self._ping_seconds)) as chunks:
+        async with aclosing(with_pings(self._content, self._ping_seconds, self._ping)) as chunks:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for chunk in chunks:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
@@ -82,15 +86,17 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def with_pings(content: AsyncGenerator[bytes, None], seconds: float) -> AsyncGenerator[bytes, None]:
-    """The content, with a comment whenever it is silent for so long. Closing this closes the content."""
+async def with_pings(
+    content: AsyncGenerator[bytes, None], seconds: float, ping: bytes = PING
+) -> AsyncGenerator[bytes, None]:
+    """The content, with a ping whenever it is silent for so long. Closing this closes the content."""
     pending: asyncio.Task[bytes | None] | None = None
     try:
         while True:
             pending = pending or asyncio.create_task(_next(content))
             done, _ = await asyncio.wait({pending}, timeout=seconds)
             if not done:
-                yield PING
+                yield ping
                 continue
             chunk, pending = pending.result(), None
             if chunk is None:

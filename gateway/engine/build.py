@@ -143,7 +143,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
         model_id=settings.model.name,
         aliases=(DEMO_MODEL_ID,) if settings.model.name == "demo" else (),
         max_batch_size=settings.engine.max_batch_size,
-        max_waiting=settings.server.max_waiting,
+        max_waiting=settings.limits.max_waiting,
         prefill_tokens_per_step=settings.engine.prefill_tokens_per_step,
         probe_heads=settings.prefix_cache.probe_heads,
         cache_enabled=settings.prefix_cache.enable,

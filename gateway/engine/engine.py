@@ -229,7 +229,7 @@ class Engine:
             if len(self._scheduler.waiting) + len(self._inbox) >= self._config.max_waiting:
                 raise EngineOverloaded(
                     f"{self._config.max_waiting} requests are waiting already; retry later, or raise "
-                    "[server].max_waiting"
+                    "[limits].max_waiting"
                 )
             self._inbox.append(sequence)
             self._wake.notify_all()

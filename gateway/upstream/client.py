@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -12,8 +13,10 @@ import httpx
 import orjson
 from fastapi import Response
 
+from gateway.api.drain import shutting_down
 from gateway.api.errors import ApiError
-from gateway.api.sse import DONE, EventStream, event
+from gateway.api.sse import DONE, PING_SECONDS, EventStream, event
+from gateway.engine.types import EngineClosed
 from gateway.observe.metrics import Metrics
 from gateway.upstream.events import EventSplitter, EventTooLarge, UpstreamEvent, UpstreamTally
 from gateway.upstream.failures import Scrubber, error_answer, not_an_api, unreachable
@@ -41,9 +44,21 @@ class Upstream:
         api_key: sent as a bearer token; empty = none is sent.
         metrics: told of each forwarded request.
         timeouts: of one request.
+        ping_seconds: silence of a stream before the client gets a comment.
+        expired: set when the server can't wait for streams any longer.
     """
 
-    def __init__(self, api_base: str, api_key: str, metrics: Metrics, timeouts: httpx.Timeout | None = None) -> None:
+    def __init__(
+        self,
+        api_base: str,
+        api_key: str,
+        metrics: Metrics,
+        timeouts: httpx.Timeout | None = None,
+        ping_seconds: float = PING_SECONDS,
+        expired: asyncio.Event | None = None,
+    ) -> None:
+        self._ping_seconds = ping_seconds
+        self._expired = expired or asyncio.Event()
         self._base = versioned(api_base)
         self._metrics = metrics
         self._scrubber = Scrubber(api_key)
@@ -59,8 +74,13 @@ class Upstream:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def forward(self, path: str, body: bytes) -> Response:
+    async def forward(self, path: str, body: bytes, *, ends_with_done: bool = True) -> Response:
         """The upstream's answer to a POST: streamed through when it streams.
+
+        Args:
+            path: under the API's version.
+            body: sent as it is.
+            ends_with_done: whether streams of this endpoint end with ``[DONE]``.
 
         Raises:
             ApiError: it refused, failed, or isn't there.
@@ -73,8 +93,9 @@ class Upstream:
             if response.status_code != 200:
                 raise await self._refusal(response)
             if _media_type(response) == "text/event-stream":
-                relay = _Relay(response, tally, self._metrics, self._scrubber)
-                return EventStream(relay.events(), relay.close)
+                relay = _Relay(response, tally, self._metrics, self._scrubber, self._expired)
+                events = relay.events(ends_with_done=ends_with_done)
+                return EventStream(events, relay.close, ping_seconds=self._ping_seconds)
             return await self._whole(response, tally)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             failure = unreachable(error)
@@ -125,18 +146,26 @@ class Upstream:
 class _Relay:
     """One streamed answer on its way from the upstream to the client."""
 
-    def __init__(self, response: httpx.Response, tally: UpstreamTally, metrics: Metrics, scrubber: Scrubber) -> None:
+    def __init__(
+        self,
+        response: httpx.Response,
+        tally: UpstreamTally,
+        metrics: Metrics,
+        scrubber: Scrubber,
+        expired: asyncio.Event,
+    ) -> None:
+        self._expired = expired
         self._response = response
         self._tally = tally
         self._metrics = metrics
         self._scrubber = scrubber
         self._outcome = "cancelled"
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, *, ends_with_done: bool) -> AsyncGenerator[bytes, None]:
         """The upstream's bytes, event by event, and one ``[DONE]`` whether or not the upstream sends it."""
         chunks = self._response.aiter_bytes()
         try:
-            async for whole in self._whole_events(chunks):
+            async for whole in self._whole_events(_until(self._expired, chunks)):
                 yield whole
             self._outcome = "failed" if self._tally.failed else "ok"
         except (httpx.HTTPError, EventTooLarge) as error:
@@ -144,7 +173,11 @@ class _Relay:
             failure = unreachable(error) if isinstance(error, httpx.HTTPError) else not_an_api()
             log.warning("upstream failed in the middle of an answer: %s", type(error).__name__)
             yield event(failure.body)
-        yield DONE
+        except EngineClosed as error:
+            self._outcome = "failed"
+            yield event(ApiError.of(error).body)
+        if ends_with_done:
+            yield DONE
         await _read_to_end(chunks)
 
     async def close(self) -> None:
@@ -175,6 +208,30 @@ class _Relay:
             if body.get("error"):
                 return self._scrubber.raw(found.raw)
         return found.raw
+
+
+async def _until(expired: asyncio.Event, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The chunks. Raises EngineClosed when the server can't wait for the next."""
+    end = asyncio.ensure_future(expired.wait())
+    try:
+        while True:
+            coming = asyncio.ensure_future(_next(chunks))
+            try:
+                await asyncio.wait({coming, end}, return_when=asyncio.FIRST_COMPLETED)
+                if not coming.done():
+                    raise shutting_down()
+                chunk = coming.result()
+            finally:
+                coming.cancel()
+            if chunk is None:
+                return
+            yield chunk
+    finally:
+        end.cancel()
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    return await anext(chunks, None)
 
 
 def versioned(api_base: str) -> str:

@@ -14,8 +14,10 @@ import httpx
 import uvicorn
 from openai import OpenAI
 
+from gateway.api.context import AppState
 from gateway.app import create_app
 from gateway.config import Settings
+from gateway.draining import DrainingServer
 from gateway.engine.grammar import Grammar, GrammarCompiler
 from gateway.engine.grammar_spec import GrammarSpec
 from gateway.engine.types import (
@@ -64,6 +66,7 @@ class ScriptedEngine:
         self.refuse: EngineError | None = None
         self.fail_after: int | None = None
         self.fail_with: Exception = EngineError("the engine failed on this request; see the server's log")
+        self.queue_seconds = 0.0  # before an answer begins
         self.hold_after: int | None = None  # pieces after which an answer waits until it is cancelled
         self.requests: list[GenerationRequest] = []
         self.cancelled: list[str] = []
@@ -84,6 +87,7 @@ class ScriptedEngine:
         cache = self._look_up(request)
         finished = False
         try:
+            await asyncio.sleep(self.queue_seconds)
             yield Started(cache)
             pieces = self.reply[: request.sampling.max_tokens]
             for i, piece in enumerate(pieces):
@@ -140,9 +144,10 @@ class ScriptedEngine:
 class Running:
     """A server on a loopback port, and ways to talk to it."""
 
-    def __init__(self, port: int, engine: ScriptedEngine, api_key: str) -> None:
+    def __init__(self, port: int, engine: ScriptedEngine, api_key: str, server: DrainingServer) -> None:
         self.port = port
         self.engine = engine
+        self.server = server
         self.root = f"http://127.0.0.1:{port}"
         self.url = f"{self.root}/v1"
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -170,11 +175,11 @@ def serving(tokenizer: Any, **sections: dict[str, Any]) -> Iterator[Running]:
     engine = ScriptedEngine(tokenizer, metrics)
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(settings, engine, metrics)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    server = DrainingServer(uvicorn.Config(app, log_config=None, access_log=False), AppState.of_app(app).drain)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     wait_for(lambda: server.started)
-    running = Running(listener.getsockname()[1], engine, settings.server.api_key)
+    running = Running(listener.getsockname()[1], engine, settings.server.api_key, server)
     try:
         yield running
     finally:

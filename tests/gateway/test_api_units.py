@@ -290,7 +290,7 @@ def test_the_body_is_announced_as_json_or_not_at_all(server: Running) -> None:
 
 
 def test_a_body_over_the_limit_is_413(tokenizer: Any) -> None:
-    with serving(tokenizer, server={"max_body_mb": 0.01}) as server:
+    with serving(tokenizer, limits={"max_body_mb": 0.01}) as server:
         assert error_of(post(server, b"x" * 1_000_000), 413)["code"] == "body_too_large"
         pieces = iter([b"x" * 8000] * 10)  # no length announced
         assert error_of(server.http.post("/v1/chat/completions", content=pieces), 413)["code"] == "body_too_large"

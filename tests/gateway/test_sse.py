@@ -75,7 +75,7 @@ def test_a_stream_has_its_headers_and_all_its_bytes() -> None:
     assert connection.body == b"data: 1\n\ndata: [DONE]\n\n"
     headers = dict(connection.sent[0]["headers"])
     assert headers[b"content-type"] == b"text/event-stream; charset=utf-8"
-    assert headers[b"cache-control"] == b"no-cache" and headers[b"x-accel-buffering"] == b"no"
+    assert headers[b"cache-control"] == b"no-cache, no-transform" and headers[b"x-accel-buffering"] == b"no"
     assert headers[b"x-prefix-cache"] == b"miss" and b"content-length" not in headers
     assert connection.sent[-1]["more_body"] is False
     assert work.closed == 1
