@@ -109,7 +109,12 @@ def _bytes_of(state: AppState, asked: SamplingFields) -> BytesOf | None:
 def _prompt_ids(state: AppState, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         return state.encoder.encode_completion(prompt)
-    size = state.engine.vocab_size
-    if wrong := [token for token in prompt if not 0 <= token < size]:
-        raise ApiError(400, f"prompt: token {wrong[0]} is not in the vocabulary (0..{size - 1})", param="prompt")
+    check_vocabulary(state, prompt, "prompt")
     return prompt
+
+
+def check_vocabulary(state: AppState, ids: list[int], param: str) -> None:
+    """Raises ApiError (400) for a token id that the model doesn't have."""
+    size = state.engine.vocab_size
+    if wrong := [token for token in ids if not 0 <= token < size]:
+        raise ApiError(400, f"{param}: token {wrong[0]} is not in the vocabulary (0..{size - 1})", param=param)

@@ -26,7 +26,7 @@ from gateway.protocol.responses import AnswerHead
 T = TypeVar("T")
 
 #: nginx's status for a client that closed the connection; nobody receives it, counters do.
-_CLIENT_CLOSED = 499
+CLIENT_CLOSED = 499
 
 #: Rendering and encoding a prompt that fits any context takes far less.
 _PREPARE_SECONDS = 60.0
@@ -92,7 +92,7 @@ async def complete(request: Request, door: Door) -> Response:
         prepared = await in_prompt_thread(state, lambda: door.prepare(state, body))
         return await _answer(state, request, door, prepared)
     except ClientGone:
-        return Response(status_code=_CLIENT_CLOSED)
+        return Response(status_code=CLIENT_CLOSED)
 
 
 async def forward(request: Request, path: str, raw: bytes, *, ends_with_done: bool = True) -> Response:

@@ -78,8 +78,16 @@ class PromptEncoder:
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
+    def encode_bare(self, text: str) -> list[int]:
+        """Token ids of a text without what the tokenizer puts around it (BOS, EOS)."""
+        return list(self._whole.encode(self._normaliser.text(text), add_special_tokens=False).ids)
+
+    def token_texts(self, ids: list[int]) -> list[str]:
+        """The tokens as the vocabulary spells them."""
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(ids)]
+
     def decode(self, ids: list[int]) -> str:
-        """Text of prompt ids, for ``echo``."""
+        """Text of ids, control tokens too."""
         return str(self._whole.decode(ids, skip_special_tokens=False))
 
     def _encode_whole(self, text: str) -> list[int]:

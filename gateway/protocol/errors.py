@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 _SHOWN_INPUT = 60
 
@@ -28,6 +31,17 @@ class InvalidRequest(Exception):
         shown = repr(found["input"])
         shown = shown if len(shown) <= _SHOWN_INPUT else shown[:_SHOWN_INPUT] + "..."
         return cls(f"{param}: {said[:1].lower()}{said[1:]}; got {shown}", param)
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def validated(kind: type[T], body: Mapping[str, Any]) -> T:
+    """The body as that type. Raises InvalidRequest."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise InvalidRequest.from_validation(error) from None
 
 
 class UnsupportedParameter(InvalidRequest):
