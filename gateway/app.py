@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.answer.dialect import Dialect
-from gateway.api import answers, cache, embeddings, errors, health, models, tokens
+from gateway.api import answers, cache, embeddings, errors, health, messages, models, tokens
 from gateway.api.context import AppState
 from gateway.api.cors import CrossOrigin
 from gateway.api.drain import Drain
@@ -55,7 +55,15 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
     )
     metrics.watch(engine)
     errors.install(app)
-    for router in (health.router, models.router, answers.router, cache.router, tokens.router, embeddings.router):
+    for router in (
+        health.router,
+        models.router,
+        answers.router,
+        messages.router,
+        cache.router,
+        tokens.router,
+        embeddings.router,
+    ):
         app.include_router(router)
     app.add_middleware(RequestContext, metrics=metrics, drain=drain)
     app.add_middleware(NormalisePath)

@@ -84,6 +84,7 @@ class Generation:
         self._events: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._completion_tokens = 0
+        self.stop_strings: dict[int, str] = {}  # by choice, of those that a stop string ended
 
     @property
     def choices(self) -> int:
@@ -131,6 +132,8 @@ class Generation:
                 raise item
             self._completion_tokens += len(item.token_ids)
             running -= item.finish_reason is not None
+            if item.stop_string is not None:
+                self.stop_strings[index] = item.stop_string
             yield index, item
 
     async def close(self) -> None:

@@ -34,7 +34,11 @@ class Detokeniser:
         self._stop = stop
         self._shown = {token: tokenizer.convert_ids_to_tokens(token) for token in shown}
         self._held = ""  # text that may turn out to be the head of a stop string
-        self.stopped = False
+        self.stop_string: str | None = None  # the one that was found
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     def add(self, token_id: int) -> str:
         """Text that became certain with this token; sets ``stopped`` when a stop string is complete."""
@@ -65,11 +69,11 @@ class Detokeniser:
         if not self._stop:
             return text
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped = True
+            at, self.stop_string = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[:at]
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

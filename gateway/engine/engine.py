@@ -445,7 +445,7 @@ class Engine:
         if reason is not None:
             text += sequence.detokeniser.finish()
         shown = () if logprobs is None or is_end else (logprobs,)
-        sequence.emit(Delta(text, (token,), reason, shown))
+        sequence.emit(Delta(text, (token,), reason, shown, sequence.detokeniser.stop_string))
         if reason is not None:
             self._finish(sequence, reason)
 

@@ -94,12 +94,14 @@ class Delta:
     """A piece of the answer. ``text`` is always whole characters and never part of a stop string.
 
     ``logprobs`` has an entry a token when asked for, but none for the end token, which is no part of the answer.
+    ``stop_string`` is the one that ended the answer, with the last piece.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

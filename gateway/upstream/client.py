@@ -30,6 +30,8 @@ _MODELS_TIMEOUT = httpx.Timeout(5)
 #: How long the end of the body may come after ``[DONE]``; then the connection is given up instead of kept.
 _LINGER_SECONDS = 1.0
 
+_ANTHROPIC_VERSION = "2023-06-01"
+
 _ERROR_BYTES = 64 * 1024
 
 #: Idle connections are dropped before the upstream does it (uvicorn: 5 s), else a request may meet a closed one.
@@ -87,6 +89,8 @@ class Upstream:
         """
         tally = UpstreamTally()
         headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
+        if path.startswith("/messages"):
+            headers["anthropic-version"] = _ANTHROPIC_VERSION  # their API refuses requests without
         try:
             request = self._http.build_request("POST", self._base + path, content=body, headers=headers)
             response = await self._http.send(request, stream=True)

@@ -93,14 +93,26 @@ class UpstreamTally:
         if body.get("error"):
             self.failed = True
         usage = body.get("usage")
+        for key in ("message", "response"):  # Anthropic's message_start, the Responses API's last event
+            if usage is None and isinstance(body.get(key), dict):
+                usage = body[key].get("usage")
         if isinstance(usage, dict):
-            details = usage.get("prompt_tokens_details")
-            self.reported = True
-            self.prompt_tokens = _count(usage.get("prompt_tokens"))
-            self.completion_tokens = _count(usage.get("completion_tokens"))
-            self.cached_tokens = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+            self._note_usage(usage)
         elif not self.reported:
             self.completion_tokens += sum(_has_text(choice) for choice in body.get("choices") or [])
+
+    def _note_usage(self, usage: dict[str, Any]) -> None:
+        """In the shape of chat completions, of the Responses API, or Anthropic's (its counts come in parts)."""
+        self.reported = True
+        if "input_tokens" not in usage and "prompt_tokens" not in usage:
+            self.completion_tokens = _count(usage.get("output_tokens"))
+            return
+        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+        read, written = _count(usage.get("cache_read_input_tokens")), _count(usage.get("cache_creation_input_tokens"))
+        told = _count(details.get("cached_tokens")) if isinstance(details, dict) else 0
+        self.prompt_tokens = _count(usage.get("prompt_tokens")) or _count(usage.get("input_tokens")) + read + written
+        self.completion_tokens = _count(usage.get("completion_tokens")) or _count(usage.get("output_tokens"))
+        self.cached_tokens = told or read
 
 
 def _count(value: Any) -> int:

@@ -66,6 +66,7 @@ class ScriptedEngine:
         self.refuse: EngineError | None = None
         self.fail_after: int | None = None
         self.fail_with: Exception = EngineError("the engine failed on this request; see the server's log")
+        self.stop_string: str | None = None  # that ends the reply
         self.queue_seconds = 0.0  # before an answer begins
         self.hold_after: int | None = None  # pieces after which an answer waits until it is cancelled
         self.requests: list[GenerationRequest] = []
@@ -104,7 +105,7 @@ class ScriptedEngine:
                 logprobs = (
                     () if top is None else (TokenLogprobs(token, -0.5, tuple((7 + j, -1.0 - j) for j in range(top))),)
                 )
-                yield Delta(piece, (token,), reason if last else None, logprobs)
+                yield Delta(piece, (token,), reason if last else None, logprobs, self.stop_string if last else None)
             self._metrics.request_finished(
                 RequestReport(request.request_id, cache, len(pieces), reason, 0.001, 0.02, 0.01)
             )
