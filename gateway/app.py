@@ -8,10 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.answer.dialect import Dialect
-from gateway.api import answers, cache, embeddings, errors, health, messages, models, tokens
+from gateway.api import answers, cache, embeddings, errors, health, messages, models, responses, tokens
 from gateway.api.context import AppState
 from gateway.api.cors import CrossOrigin
 from gateway.api.drain import Drain
+from gateway.api.kept import KeptResponses
 from gateway.api.middleware import NormalisePath, RequestContext
 from gateway.auth.keys import KeyCheck
 from gateway.auth.namespace import Namespaces
@@ -24,7 +25,7 @@ from gateway.upstream.client import Upstream
 
 def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> FastAPI:
     """The server for one engine. Its lifespan starts and closes the engine and the upstream's connections."""
-    server = settings.server
+    server, limits = settings.server, settings.limits
     drain = Drain(server.shutdown_seconds)
     upstream = None
     if server.api_base:
@@ -52,19 +53,12 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
         namespaces=Namespaces(settings.prefix_cache.namespace),
         upstream=upstream,
         drain=drain,
+        kept=KeptResponses(limits.max_responses, int(limits.responses_mb * 2**20), limits.response_seconds),
     )
     metrics.watch(engine)
     errors.install(app)
-    for router in (
-        health.router,
-        models.router,
-        answers.router,
-        messages.router,
-        cache.router,
-        tokens.router,
-        embeddings.router,
-    ):
-        app.include_router(router)
+    for door in (health, models, answers, messages, responses, cache, tokens, embeddings):
+        app.include_router(door.router)
     app.add_middleware(RequestContext, metrics=metrics, drain=drain)
     app.add_middleware(NormalisePath)
     if server.cors_origins:

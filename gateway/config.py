@@ -89,6 +89,9 @@ class LimitSettings(_Section):
     max_choices: Annotated[int, Field(ge=1, le=128, strict=False)] = 128
     max_waiting: Annotated[int, Field(ge=1, strict=False)] = 256
     max_wait_seconds: Annotated[float, Field(gt=0, strict=False)] = 300
+    max_responses: Annotated[int, Field(ge=0, strict=False)] = 1000
+    responses_mb: Annotated[float, Field(ge=0, strict=False)] = 64
+    response_seconds: Annotated[float, Field(gt=0, strict=False)] = 3600
 
     @property
     def max_body_bytes(self) -> int:

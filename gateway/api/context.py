@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 
 from gateway.answer.dialect import Dialect
 from gateway.api.drain import Drain
+from gateway.api.kept import KeptResponses
 from gateway.auth.keys import KeyCheck
 from gateway.auth.namespace import Namespaces
 from gateway.config import Settings
@@ -33,6 +34,7 @@ class AppState:
     namespaces: Namespaces
     upstream: Upstream | None
     drain: Drain
+    kept: KeptResponses
     prompt_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(_PROMPT_THREADS))
 
     @classmethod

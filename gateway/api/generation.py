@@ -106,6 +106,10 @@ class Generation:
         cache = self.cache
         return Usage(cache.prompt_tokens, self._completion_tokens, cache.cached_tokens)
 
+    @property
+    def _has_started(self) -> bool:
+        return all(leader in self._started for leader in self._leaders)
+
     async def start(self) -> None:
         """Begin, and wait until the prefix of each prompt was looked up. A second call goes on waiting.
 
@@ -116,7 +120,7 @@ class Generation:
             self._tasks = [asyncio.create_task(self._pump(i, request)) for i, request in enumerate(self._requests)]
             self._patience = asyncio.get_running_loop().call_later(self._max_wait_seconds, self._give_up)
         await self._all_led.wait()
-        if self._failure is not None:
+        if self._failure is not None and not self._has_started:
             raise self._failure
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -178,7 +182,7 @@ class Generation:
         if self._patience is not None:
             self._patience.cancel()
         self._started[index] = cache
-        if all(leader in self._started for leader in self._leaders):
+        if self._has_started:
             self._all_led.set()
 
 
