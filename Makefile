@@ -32,8 +32,9 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Two workers with one thread each: most tests wait for a server to start. A file's tests stay together.
 test: install
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 # The long tests at full count: 100 kills, more than 300 prompts hit against cold.
 soak: install

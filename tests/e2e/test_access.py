@@ -104,7 +104,6 @@ def serve(config: Path, **env: str) -> subprocess.CompletedProcess[str]:
         ({"server": {"host": "0.0.0.0"}}, ("[server]", "api_key", "127.0.0.1")),
         ({"server": {"api_key": "${TAOTOKEN_API_KEY}"}}, ("TAOTOKEN_API_KEY", "api_key")),
         ({"prefix_cache": {"chunk_size": 0}}, ("chunk_size", "prefix_cache")),
-        ({"prefix_cache": {"probe_heads": 99}}, ("probe_heads", "9")),
         ({"model": {"max_model_len": 100_000}}, ("max_model_len", "8192")),
         ({"model": {"name": "/no/such/model"}}, ("[model]", "/no/such/model")),
         ({"prefix_cache": {"device_cache_gb": 0.01}}, ("device_cache_gb", "max_model_len")),

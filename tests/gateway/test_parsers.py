@@ -83,7 +83,9 @@ CASES: list[tuple[Callable[[], ToolParser], str, Found]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "text", "expected"), CASES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("make", "text", "expected"), CASES, ids=lambda value: getattr(value, "__name__", str(value))[:30]
+)
 def test_calls_are_found_wherever_the_stream_is_cut(make: Callable[[], ToolParser], text: str, expected: Found) -> None:
     for pieces in cuts(text):
         assert found(make, pieces) == expected, pieces
