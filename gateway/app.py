@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from fastapi import FastAPI
 
 from gateway.answer.dialect import Dialect
-from gateway.api import answers, cache, embeddings, errors, health, messages, models, responses, tokens
+from gateway.api import answers, cache, embeddings, errors, health, messages, models, openapi, responses, tokens
 from gateway.api.context import AppState
 from gateway.api.cors import CrossOrigin
 from gateway.api.drain import Drain
@@ -42,7 +42,7 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
             stack.push_async_callback(engine.close)
             yield
 
-    app = FastAPI(title="kvgate", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="kvgate", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     app.state.shared = AppState(
         settings=settings,
         engine=engine,
@@ -59,6 +59,7 @@ def create_app(settings: Settings, engine: EngineProtocol, metrics: Metrics) -> 
     errors.install(app)
     for door in (health, models, answers, messages, responses, cache, tokens, embeddings):
         app.include_router(door.router)
+    openapi.install(app)
     app.add_middleware(RequestContext, metrics=metrics, drain=drain)
     app.add_middleware(NormalisePath)
     if server.cors_origins:

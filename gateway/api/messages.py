@@ -55,7 +55,10 @@ class _Call:
 
     def prepare(self, state: AppState, body: Mapping[str, Any]) -> Prepared:
         check_limits(body, state.settings.limits)
-        prepared = prepare_chat(state, chat_body(body))
+        try:
+            prepared = prepare_chat(state, chat_body(body))
+        except InvalidRequest as error:
+            raise error.renamed("response_format", "output_config.format") from None
         self._marked = _marked_tokens(state, body, prepared.prompts[0])
         return replace(prepared, id_prefix="msg_")
 

@@ -16,6 +16,7 @@ from gateway.api.kept import Kept
 from gateway.api.prepare import Prepared, prepare_chat
 from gateway.api.serving import Door, complete
 from gateway.api.sse import PING, event
+from gateway.protocol.errors import InvalidRequest
 from gateway.protocol.limits import check_limits
 from gateway.protocol.response_body import OutputItems, response_body
 from gateway.protocol.response_items import chat_messages
@@ -89,7 +90,10 @@ class _Call:
         if asked.previous_response_id:
             self._history = self._messages_of(asked.previous_response_id)
         self._body = body
-        prepared = prepare_chat(state, chat_body(asked, body, self._history))
+        try:
+            prepared = prepare_chat(state, chat_body(asked, body, self._history))
+        except InvalidRequest as error:
+            raise error.renamed("response_format", "text.format") from None
         self._history = [*self._history, *chat_messages(asked.input or "")]
         return replace(prepared, id_prefix="resp_", prompt_param="input")
 

@@ -18,6 +18,11 @@ class InvalidRequest(Exception):
         self.param = param
         self.code = code
 
+    def renamed(self, old: str, new: str) -> InvalidRequest:
+        """The same about a parameter that has another name in the body that was sent."""
+        param = self.param and self.param.replace(old, new)
+        return InvalidRequest(str(self).replace(old, new), param, self.code)
+
     @classmethod
     def from_validation(cls, error: ValidationError) -> InvalidRequest:
         """The first of pydantic's findings, named by the path of the field as a client would write it."""

@@ -237,7 +237,7 @@ def test_what_is_kept_is_bounded_in_number_time_and_size() -> None:
         ({"input": [{"type": "function_call_output", "output": "f"}]}, "input[0].call_id"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"temperature": 3}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"), ({"tools": ["x"]}, "tools[0]"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"), ({"text": {"format": 5}}, "text.format"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"), ({"text": {"format": 5}}, "text.format"),
         ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"), ({"truncation": "some"}, "truncation"),
         ({"store": "yes"}, "store"), ({"input": "word " * 5000}, "input"),
