@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from .fake_upstream import Act, FakeUpstream, chunk, stream
 from .scripted import REPLY, Running, data_lines, serving, wait_for
 
 HI = [{"role": "user", "content": "hi"}]
@@ -211,3 +212,18 @@ def test_running_answers_finish(tokenizer: Any) -> None:
         assert answers[0].status_code == 200
         wait_for(lambda: not server.engine.ready)
         assert time.monotonic() - started < 4, "it goes when it is done"
+
+
+def test_a_forwarded_stream_is_ended_in_band_too(tokenizer: Any) -> None:
+    sections = {"server": {"shutdown_seconds": 0.3}}
+    with FakeUpstream(lambda _: stream(chunk("far"), Act.STALL)) as upstream:
+        sections["server"]["api_base"] = upstream.base  # type: ignore[assignment]
+        with serving(tokenizer, **sections) as server:
+            body = {"model": "far", "messages": HI, "stream": True}
+            with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
+                lines = (line for line in response.iter_lines() if line.startswith("data: "))
+                assert "far" in next(lines)
+                stop(server)
+                rest = list(lines)
+            assert json.loads(rest[0][6:])["error"]["code"] == "shutting_down" and rest[1:] == ["data: [DONE]"]
+            assert upstream.left.wait(5)
