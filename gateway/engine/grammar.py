@@ -67,6 +67,8 @@ class Matcher:
         Raises:
             GrammarError: it was not, or following the grammar takes too much.
         """
+        # llguidance refuses to be used by two threads at once ("Already borrowed"): a mask nobody asked for ends first.
+        self._next.result()
         if not self._matcher.consume_token(token_id):
             raise GrammarError(f"the answer left its grammar: {self._matcher.get_error()}; simplify the grammar")
         self.done = bool(self._matcher.is_stopped())

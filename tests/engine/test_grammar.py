@@ -83,6 +83,15 @@ def test_the_grammar_ends_by_itself_or_by_an_end_token(compiler: GrammarCompiler
     assert not open_ended.done and not open_ended.forbidden()[[END, 0, a]].any()
 
 
+def test_tokens_may_follow_before_the_mask_is_there(compiler: GrammarCompiler, demo_tokenizer: Any) -> None:
+    digits = [demo_tokenizer.encode(digit)[0] for digit in "0123456789"]
+    for _ in range(20):
+        matcher = compiler.compile(JsonSchema({"type": "integer"})).matcher()
+        for digit in digits[1:]:
+            matcher.accept(digit)
+        assert not matcher.forbidden()[digits].any()
+
+
 def test_matchers_of_one_grammar_are_independent(compiler: GrammarCompiler, demo_tokenizer: Any) -> None:
     grammar = compiler.compile(Regex("ab|cd"))
     assert compiler.compile(Regex("ab|cd")) is grammar, "compiled once"
