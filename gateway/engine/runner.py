@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from gateway.engine.attention import AttentionBatch, ProbeSink, ScoreScratch, Segment, page_runs
+from gateway.engine.attention_parts import flash_pays
 from gateway.engine.loader import LoadedModel
 from gateway.engine.sources import ModelError
 from kvstore.layout import KVLayout
@@ -42,6 +43,7 @@ class ModelRunner:
         self._device = loaded.device
         self._arena = arena
         self._scratch = ScoreScratch()
+        self._use_flash = flash_pays(loaded.device, loaded.dtype)
         self._heads_per_kv = loaded.geometry.heads // loaded.geometry.kv_heads
         parameters = inspect.signature(loaded.model.forward).parameters
         self._takes_rows = "logits_to_keep" in parameters
@@ -74,6 +76,7 @@ class ModelRunner:
             segments,
             self._scratch,
             deterministic=self._deterministic,
+            use_flash=self._use_flash,
         )
         keep = torch.tensor(rows or [len(token_ids) - 1], device=self._device)
         extra = {"logits_to_keep": keep} if self._takes_rows else {}

@@ -41,12 +41,17 @@ def reference(
 
 
 def check(segments: list[Segment], pages: int = 128, **kind: Any) -> None:
+    for use_flash in (False, True):
+        check_with(segments, pages, use_flash, **kind)
+
+
+def check_with(segments: list[Segment], pages: int, use_flash: bool, **kind: Any) -> None:
     torch.manual_seed(0)
     kv = torch.randn(1, 2, KV_HEADS, pages * PAGE, DIM)
     total = sum(s.q_len for s in segments)
     q = torch.randn(1, HEADS, total, DIM)
     k, v = torch.randn(2, 1, KV_HEADS, total, DIM)
-    batch = AttentionBatch(kv, PAGE, segments, ScoreScratch())
+    batch = AttentionBatch(kv, PAGE, segments, ScoreScratch(), use_flash=use_flash)
     module: Any = SimpleNamespace(layer_idx=0)
     out, _ = paged_attention(
         module, q, k, v, None, scaling=DIM**-0.5, sliding_window=kind.get("window"), softcap=kind.get("softcap"),
