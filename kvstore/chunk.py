@@ -129,10 +129,18 @@ def verify_record(stored: ChunkRecord | ChunkHeader, wanted: ChunkRecord) -> Non
             raise IntegrityError("header", f"{name} is not the one asked for")
 
 
-def verified_payload(value: memoryview, record: ChunkRecord, tokens_sum: int, span: GroupSpan) -> Bytes:
-    """Verify one stored value and return a view of its payload, valid as long as ``value`` is.
+def load_group(
+    layout: KVLayout,
+    value: memoryview,
+    record: ChunkRecord,
+    tokens_sum: int,
+    span: GroupSpan,
+    target: torch.Tensor,
+) -> None:
+    """Copy the first tokens of one stored value into its layers of ``target``, and verify all of it.
 
-    ``tokens_sum`` is the xxh3-64 of the token bytes asked for. Raises IntegrityError.
+    ``tokens_sum`` is the xxh3-64 of the token bytes asked for; ``target`` is as in ``copy_group``. Raises
+    IntegrityError; then ``target`` holds anything and must not be used.
     """
     header = ChunkHeader.unpack(value)
     verify_record(header, record)
@@ -143,24 +151,37 @@ def verified_payload(value: memoryview, record: ChunkRecord, tokens_sum: int, sp
     if header.payload_bytes != span.payload_bytes or len(value) - HEADER_BYTES != span.payload_bytes:
         raise IntegrityError("length", f"{len(value) - HEADER_BYTES} payload bytes instead of {span.payload_bytes}")
     payload: Bytes = np.frombuffer(value, np.uint8, offset=HEADER_BYTES)
-    if xxhash.xxh3_64_intdigest(payload.data) != header.payload_sum:
+    checksum = xxhash.xxh3_64()
+    copy_group(layout, payload, record.n_tokens, target, span, checksum)
+    if checksum.intdigest() != header.payload_sum:
         raise IntegrityError("checksum", f"payload of group {span.index} does not match its checksum")
-    return payload
 
 
-def copy_group(layout: KVLayout, payload: Bytes, stored_tokens: int, target: torch.Tensor, span: GroupSpan) -> None:
-    """Copy the first tokens of one group's payload into its layers of ``target``.
+def copy_group(
+    layout: KVLayout,
+    payload: Bytes,
+    stored_tokens: int,
+    target: torch.Tensor,
+    span: GroupSpan,
+    checksum: xxhash.xxh3_64,
+) -> None:
+    """Copy the first tokens of one group's payload into its layers of ``target``; all of it goes into ``checksum``.
 
     ``target`` is ``[layers, 2, kv_heads, n_tokens, head_dim]``, strided, on any device. On the host the copy is
     numpy's: one thread without the GIL. torch would split each copy over its thread pool, which is several times
-    slower whenever the cores are busy computing.
+    slower whenever the cores are busy computing. It goes layer by layer: what the checksum has just read lies in the
+    core's cache.
     """
     element = _SAME_SIZE[layout.dtype.itemsize]
     into = target[span.lo : span.hi].view(element)
     shape = (span.hi - span.lo, 2, layout.kv_heads, stored_tokens, layout.head_dim)
-    stored = payload.view(f"i{layout.dtype.itemsize}").reshape(shape)[:, :, :, : target.shape[3]]
+    stored = payload.view(f"i{layout.dtype.itemsize}").reshape(shape)
+    wanted = stored[:, :, :, : target.shape[3]]
     if target.device.type == "cpu":
-        np.copyto(into.numpy(), stored)
+        for layer, rows in enumerate(into.numpy()):
+            checksum.update(stored[layer].data)
+            np.copyto(rows, wanted[layer])
     else:
+        checksum.update(payload.data)
         # torch refuses to wrap read-only memory quietly, and LMDB's map is read-only: stage it.
-        into.copy_(torch.from_numpy(stored if stored.flags.writeable else stored.copy()))
+        into.copy_(torch.from_numpy(wanted if wanted.flags.writeable else wanted.copy()))

@@ -140,7 +140,7 @@ class PrefixStore:
         taken: list[int] = []
         while len(lease.pages) + len(taken) < needed:
             near = taken[-1] if taken else (lease.pages[-1] if lease.pages else None)
-            page = self._transfer.take_page(near)
+            page = self._transfer.take_page(near, self._pages_to_come(lease) - len(taken))
             if page is None:
                 with self._lock:
                     for taken_page in taken:
@@ -341,7 +341,8 @@ class PrefixStore:
             if not self._worth_loading(parts[position:], lease):
                 self._truncate(lease, position)
                 return
-            tier = self._transfer.promote(node, lease.pages[-1] if lease.pages else None)
+            near = lease.pages[-1] if lease.pages else None
+            tier = self._transfer.promote(node, near, self._pages_to_come(lease))
             if tier is None:
                 self._truncate(lease, position)
                 return
@@ -349,6 +350,9 @@ class PrefixStore:
             lease.pages.append(node.page)
             lease.count(tier, node.n_tokens)
         lease.published = len(lease.nodes)
+
+    def _pages_to_come(self, lease: Lease) -> int:
+        return -(-lease.looked_up // self._layout.chunk_size) - len(lease.pages)
 
     def _parts(self, lease: Lease) -> list[Part]:
         """The hit as the planner sees it: each chunk with the fastest tier that has it."""

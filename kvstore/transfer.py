@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 #: Threads that may pack a chunk at the same time: engine, loaders, writer.
 _STAGING_BUFFERS = 3
 
+#: Most pages made free at once for one sequence. Demoting a chunk takes milliseconds, in which nobody decodes.
+_PAGES_AT_ONCE = 8
+
 #: The disk is evicted down to this share of its cap, so that LMDB always has free pages to write into.
 _DISK_FILL = 0.9
 
@@ -71,22 +74,29 @@ class Transfer:
 
     # Device ---------------------------------------------------------------------------------------------------
 
-    def take_page(self, near: int | None) -> int | None:
-        """A page of the arena, after ``near`` if possible; evicts the lowest cached chunk if none is free."""
+    def take_page(self, near: int | None, want: int = 1) -> int | None:
+        """A page of the arena, after ``near`` if possible; evicts the lowest cached chunks if too few are free.
+
+        ``want``: how many the caller will take one after the other. As many are made free at once, so that they can
+        lie side by side: chunks leave tail first, and pages taken as they come free would lie in reverse.
+        """
         tried: set[bytes] = set()
-        with self._lock:
-            page = self._arena.allocate(near)
-        while page is None:
+        want = max(1, min(want, _PAGES_AT_ONCE))
+        while True:
             with self._lock:
+                if self._arena.follows(near) or self._arena.free_pages >= want:
+                    return self._arena.allocate(near, want)
                 victim = self._queues[TierName.GPU].pop(
                     lambda node: node.key not in tried and self._may_leave_device(node)
                 )
                 if victim is None:
-                    return None
+                    return self._arena.allocate(near)
                 victim.busy = threading.Event()
             tried.add(victim.key)
             page = self._evict_from_device(victim)
-        return page
+            if page is not None:
+                with self._lock:
+                    self._arena.free(page)
 
     def _may_leave_device(self, node: Node) -> bool:
         if node.leases or node.busy or any(TierName.GPU in child.tiers for child in node.children):
@@ -131,8 +141,11 @@ class Transfer:
             if outcome is not PutOutcome.FULL or not self._evict_from(TierName.CPU):
                 return outcome
 
-    def promote(self, node: Node, near: int | None) -> TierName | None:
-        """Get a leased chunk into a page; the tier it came from, None when it can't be had (or there is no room)."""
+    def promote(self, node: Node, near: int | None, want: int = 1) -> TierName | None:
+        """Get a leased chunk into a page; the tier it came from, None when it can't be had (or there is no room).
+
+        ``near`` and ``want`` as in ``take_page``.
+        """
         while True:
             with self._lock:
                 if node.page is not None:
@@ -141,12 +154,12 @@ class Transfer:
                 if waiting is None:
                     node.busy = threading.Event()
             if waiting is None:
-                return self._promote_busy(node, near)
+                return self._promote_busy(node, near, want)
             waiting.wait()
 
-    def _promote_busy(self, node: Node, near: int | None) -> TierName | None:
+    def _promote_busy(self, node: Node, near: int | None, want: int) -> TierName | None:
         started = time.perf_counter()
-        page = self.take_page(near)
+        page = self.take_page(near, want)
         tier = None
         try:
             if page is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gateway.engine.attention import AttentionBatch, ProbeSink, ScoreScratch, Segment, page_runs
+from gateway.engine.attention import AttentionBatch, ProbeSink, Scratch, Segment, page_runs
 from gateway.engine.attention_parts import flash_pays
 from gateway.engine.loader import LoadedModel
 from gateway.engine.sources import ModelError
@@ -42,7 +42,7 @@ class ModelRunner:
         self._model = loaded.model
         self._device = loaded.device
         self._arena = arena
-        self._scratch = ScoreScratch()
+        self._scratch = Scratch()
         self._use_flash = flash_pays(loaded.device, loaded.dtype)
         self._heads_per_kv = loaded.geometry.heads // loaded.geometry.kv_heads
         parameters = inspect.signature(loaded.model.forward).parameters

@@ -31,13 +31,21 @@ class DeviceArena:
         start = page * self.layout.chunk_size
         return self.kv[:, :, :, start : start + n_tokens]
 
-    def allocate(self, near: int | None = None) -> int | None:
-        """A free page: the one after ``near`` if it is free, else the first of the largest free run; None when full."""
+    def follows(self, near: int | None) -> bool:
+        """Whether the page after ``near`` is free."""
+        return near is not None and near + 1 < self.n_pages and self._free[near + 1]
+
+    def allocate(self, near: int | None = None, want: int = 1) -> int | None:
+        """A free page; None when full.
+
+        The one after ``near`` if it is free, else the first of the smallest free run that has ``want`` pages, or of
+        the largest one.
+        """
         if not self._free_count:
             return None
-        if near is not None and near + 1 < self.n_pages and self._free[near + 1]:
+        if near is not None and self.follows(near):
             return self._take(near + 1)
-        return self._take(self._largest_run())
+        return self._take(self._best_run(want))
 
     def free(self, page: int) -> None:
         if self._free[page]:
@@ -50,11 +58,15 @@ class DeviceArena:
         self._free_count -= 1
         return page
 
-    def _largest_run(self) -> int:
-        best = best_length = start = length = 0
+    def _best_run(self, want: int) -> int:
+        runs: list[tuple[int, int]] = []  # length, first page
         for page, free in enumerate(self._free):
-            length = length + 1 if free else 0
-            start = page - length + 1
-            if length > best_length:
-                best, best_length = start, length
-        return best
+            if not free:
+                continue
+            if page and self._free[page - 1]:
+                length, first = runs[-1]
+                runs[-1] = (length + 1, first)
+            else:
+                runs.append((1, page))
+        fitting = [run for run in runs if run[0] >= want]
+        return min(fitting)[1] if fitting else min(runs, key=lambda run: (-run[0], run[1]))[1]

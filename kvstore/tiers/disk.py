@@ -22,9 +22,8 @@ from kvstore.chunk import (
     GroupSpan,
     check_put,
     check_target,
-    copy_group,
     group_spans,
-    verified_payload,
+    load_group,
 )
 from kvstore.layout import KVLayout
 from kvstore.tiers.base import ChunkRecord, ChunkStats, IntegrityError, PutOutcome, TierName, TierUsage
@@ -177,9 +176,8 @@ class DiskTier:
                 value = txn.get(_value_key(record.key, span.index), db=self._env.db(b"values"))
                 if value is None:
                     raise IntegrityError("missing", f"value of group {span.index} is not on disk")
-                payload = verified_payload(value, record, tokens_sum, span)
-                copy_group(self._layout, payload, record.n_tokens, target, span)
-                unmap_pages(payload)
+                load_group(self._layout, value, record, tokens_sum, span, target)
+                unmap_pages(np.frombuffer(value, np.uint8))
 
     # -- writing -----------------------------------------------------------------------------------------------
 

@@ -97,8 +97,7 @@ class HostTier:
             checksum = xxhash.xxh3_64()
             for span in group_spans(self._layout, record.n_tokens):
                 part = entry.memory[span.start : span.stop]
-                checksum.update(part.data)  # group by group: the copy then finds the bytes in the cores' cache
-                copy_group(self._layout, part, record.n_tokens, target, span)
+                copy_group(self._layout, part, record.n_tokens, target, span, checksum)
             if checksum.intdigest() != entry.checksum:
                 raise IntegrityError("checksum", "payload in host memory does not match its checksum")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gateway.engine.attention import AttentionBatch, Run, ScoreScratch, Segment, page_runs, paged_attention
+from gateway.engine.attention import AttentionBatch, Run, Scratch, Segment, page_runs, paged_attention
 
 PAGE, HEADS, KV_HEADS, DIM = 32, 6, 2, 16
 
@@ -51,7 +51,7 @@ def check_with(segments: list[Segment], pages: int, use_flash: bool, **kind: Any
     total = sum(s.q_len for s in segments)
     q = torch.randn(1, HEADS, total, DIM)
     k, v = torch.randn(2, 1, KV_HEADS, total, DIM)
-    batch = AttentionBatch(kv, PAGE, segments, ScoreScratch(), use_flash=use_flash)
+    batch = AttentionBatch(kv, PAGE, segments, Scratch(), use_flash=use_flash)
     module: Any = SimpleNamespace(layer_idx=0)
     out, _ = paged_attention(
         module, q, k, v, None, scaling=DIM**-0.5, sliding_window=kind.get("window"), softcap=kind.get("softcap"),
@@ -110,6 +110,13 @@ def test_many_sequences_over_one_long_prefix() -> None:
     check([Segment(i, 1, 52 * PAGE + i, [*shared, 70 + i]) for i in range(9)])
     check([Segment(0, 1, 1600, list(range(10, 62)))])
     check([Segment(0, 1, 1601, list(range(10, 62)))])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_in_no_order_at_all(kind: str) -> None:
+    pages = [(7 * i) % 31 for i in range(10)]
+    check([Segment(0, 25, 290, pages), Segment(25, 1, 318, [*pages[:9], 40])], **KINDS[kind])
+    check([Segment(i, 1, 300 + i, [*pages[:9], 41 + i]) for i in range(4)], **KINDS[kind])
 
 
 def test_a_prefill_that_starts_inside_a_page_and_ends_at_its_edge() -> None:

@@ -34,15 +34,16 @@ def test_a_prefix_grows_into_the_page_behind_it() -> None:
     assert [pages.allocate(near=0), pages.allocate(near=1)] == [1, 2]
 
 
-def test_without_a_free_neighbour_the_largest_run_is_begun() -> None:
+def test_without_a_free_neighbour_the_smallest_run_that_fits_is_begun() -> None:
     pages = arena(10)
     for _ in range(10):
         pages.allocate()
     for page in (1, 4, 5, 6, 8, 9):
         pages.free(page)
-    assert pages.allocate(near=2) == 4
-    assert pages.allocate(near=4) == 5
-    assert pages.allocate(near=9) == 8, "the last page has no neighbour"
+    assert pages.allocate(near=2, want=2) == 8
+    assert pages.allocate(near=8) == 9
+    assert pages.allocate(want=9) == 4, "none is large enough: the largest"
+    assert pages.allocate(near=9) == 1, "the last page has no neighbour"
 
 
 def test_a_full_arena_gives_nothing() -> None:

@@ -120,6 +120,21 @@ def test_the_second_request_hits_all_but_the_last_token(make: Make) -> None:
     assert run(store, tokens).hits == {TierName.GPU: 59}
 
 
+def test_a_long_prompt_in_a_full_arena_gets_adjacent_pages(make: Make) -> None:
+    """The chunks that give way leave tail first; one page at a time, the new prompt would lie in reverse."""
+    store = make(pages=13)
+    run(store, ids(1, 12 * CHUNK))
+    tokens = ids(2, 12 * CHUNK)
+    lease = store.begin(tokens)
+    store.load(lease)
+    for computed in range(CHUNK, len(tokens) + 1, CHUNK):
+        assert store.reserve(lease, computed)
+    breaks = sum(right != left + 1 for left, right in itertools.pairwise(lease.pages))
+    assert breaks <= 2
+    store.release(lease)
+    invariants(store)
+
+
 @pytest.mark.parametrize("shared", [1, 14, 15, 16, 17, 18, 31, 32, 33, 34, 47, 48, 49])
 @pytest.mark.parametrize("tier", list(TierName))
 def test_token_exact_hits_at_every_edge_from_every_tier(make: Make, shared: int, tier: TierName) -> None:
