@@ -6,6 +6,7 @@ cached, apart from pins and what lies on disk at a restart: it says what may hit
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ prompts = st.builds(
     st.integers(0, 2),
     st.sampled_from([2, 5, 16, 20]),
 )
+SOAK = 1000 if os.environ.get("KVGATE_SOAK") else 0
+
 namespaces = st.sampled_from(NAMESPACES)
 
 
@@ -79,6 +82,22 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Requests -------------------------------------------------------------------------------------------------
 
+    @rule(namespace=namespaces, tokens=prompts)
+    def serve(self, namespace: str, tokens: list[int]) -> None:
+        """A whole request; most of what happens to a store."""
+        request = self.begin(namespace, tokens)
+        self.compute(request, 1.0)
+        self.release(request)
+
+    @rule(namespace=namespaces, left=prompts, right=prompts)
+    def serve_two_at_once(self, namespace: str, left: list[int], right: list[int]) -> None:
+        requests = [self.begin(namespace, tokens) for tokens in (left, right)]
+        for share in (0.5, 1.0):
+            for request in requests:
+                self.compute(request, share)
+        for request in requests:
+            self.release(request)
+
     @rule(target=requests, namespace=namespaces, tokens=prompts)
     def begin(self, namespace: str, tokens: list[int]) -> Request:
         lease = self.store.begin(tokens, namespace)
@@ -91,7 +110,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.right_bytes(request)
         return request
 
-    @rule(request=requests, share=st.floats(0, 1))
+    @rule(request=requests, share=st.sampled_from([0.3, 0.7, 1.0]))
     def compute(self, request: Request, share: float) -> None:
         """Compute some more of it and publish that; at the end of the prompt the tail too."""
         if not request.lease.open:
@@ -244,10 +263,10 @@ def shared(left: tuple[int, ...] | list[int], right: tuple[int, ...] | list[int]
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
+    max_examples=SOAK or 60,
+    stateful_step_count=50,
     deadline=None,
-    derandomize=True,
+    derandomize=not SOAK,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestStoreMachine = StoreMachine.TestCase
