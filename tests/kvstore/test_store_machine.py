@@ -141,16 +141,21 @@ class StoreMachine(RuleBasedStateMachine):
             got = self.store._arena.page_view(request.lease.pages[page], CHUNK)[:, :, :, slot]
             assert torch.equal(got, kv_at(request.namespace, request.tokens[: position + 1])), f"position {position}"
 
+    def some_published(self, which: int) -> tuple[str, tuple[int, ...]]:
+        return sorted(self.published)[which % len(self.published)]
+
     # Steering -------------------------------------------------------------------------------------------------
 
-    @rule(namespace=namespaces, tokens=prompts, ttl=st.sampled_from([None, 50.0, 5000.0]))
-    def pin(self, namespace: str, tokens: list[int], ttl: float | None) -> None:
+    @precondition(lambda self: self.published)
+    @rule(which=st.integers(0, 1000), ttl=st.sampled_from([None, 50.0, 5000.0]))
+    def pin(self, which: int, ttl: float | None) -> None:
+        namespace, tokens = self.some_published(which)
         try:
             n_tokens = self.store.pin(tokens, namespace, ttl=ttl)
         except PinLimitExceeded:
             return
         if n_tokens:
-            self.pinned[namespace, tuple(tokens[:n_tokens])] = float("inf") if ttl is None else self.now + ttl
+            self.pinned[namespace, tokens[:n_tokens]] = float("inf") if ttl is None else self.now + ttl
 
     @rule(namespace=namespaces, tokens=prompts)
     def unpin(self, namespace: str, tokens: list[int]) -> None:
@@ -172,16 +177,21 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Faults ---------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.host)
-    @rule(which=st.integers(0, 50), offset=st.integers(0, CHUNK_BYTES - 1))
+    @precondition(lambda self: self.host and self.published)
+    @rule(which=st.integers(0, 1000), offset=st.integers(0, CHUNK_BYTES - 1))
     def flip_a_bit_in_host_memory(self, which: int, offset: int) -> None:
-        """Whatever was damaged is computed anew; what it carried below it may go as well, pins or not."""
+        """What was damaged is computed anew. What hangs below it may go as well, pins or not."""
         assert self.store.flush(20)
-        entries = list(self.store._host._entries.values())  # type: ignore[union-attr]
-        if entries:
-            entry = entries[which % len(entries)]
-            entry.memory[offset % LAYOUT.payload_bytes(entry.record.n_tokens)] ^= 4
+        namespace, tokens = self.some_published(which)
+        lease = self.store.begin(tokens, namespace, counted=False)
+        nodes = [node for node in lease.nodes if TierName.CPU in node.tiers and TierName.GPU not in node.tiers]
+        self.store.release(lease)
+        for node in nodes[:1]:
+            entry = self.store._host._entries[node.key]  # type: ignore[union-attr]
+            entry.memory[offset % LAYOUT.payload_bytes(node.n_tokens)] ^= 4
             self.damaged = True
+            self.pinned.clear()
+            self.serve(namespace, list(tokens))
 
     @rule()
     def restart(self) -> None:
@@ -245,8 +255,6 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def pins_hold(self) -> None:
         self.pinned = {pin: expiry for pin, expiry in self.pinned.items() if expiry > self.now}
-        if self.damaged:
-            return
         for namespace, tokens in self.pinned:
             assert self.store.match(tokens, namespace).n_tokens == len(tokens), "a pinned prefix is gone"
 
