@@ -20,6 +20,9 @@ import httpx
 
 REPO = Path(__file__).resolve().parent.parent
 
+#: One client for all requests: a new one reads the certificate store first, tens of milliseconds of each time measured.
+_CLIENT = httpx.Client(timeout=600)
+
 _SENTENCES = (
     "The {a} in section {i} of the handbook is kept by the {b} team and reviewed every {n} days.",
     "When a customer reports that the {a} fails with code {n}, ask for the serial number of the {b} first.",
@@ -142,7 +145,7 @@ def ask(server: Server, system: str, question: str, max_tokens: int = 8) -> Timi
     stamps: list[float] = []
     pieces: list[str] = []
     usage: dict[str, object] = {}
-    with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=600) as response:
+    with _CLIENT.stream("POST", f"{server.url}/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
             sys.exit(f"{response.status_code}: {response.text[:500]}")
