@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import socket
 import statistics
 import subprocess
@@ -13,10 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -71,54 +72,91 @@ class Server:
     url: str  # with /v1
     model: str
     pid: int
+    extra: dict[str, Any] = field(default_factory=dict)  # put into every request; a None takes a field out
 
 
 @contextmanager
-def running(command: list[str], port: int, model: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run a server until the block ends; waits for it to answer ``/v1/models``."""
+def running(
+    command: list[str],
+    port: int,
+    model: str,
+    env: dict[str, str] | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    ready: str = "v1/models",
+) -> Iterator[Server]:
+    """Run a server until the block ends, however it ends; waits for it to answer ``/{ready}``."""
     log = Path(f"/tmp/kvgate-bench-{port}.log")
     with log.open("w") as sink:
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}, start_new_session=True
         )
         try:
-            url = f"http://127.0.0.1:{port}/v1"
-            _wait_ready(process, url, log)
-            yield Server(url, model, process.pid)
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(process, f"{url}/{ready}", log)
+            yield Server(f"{url}/v1", model, process.pid, extra or {})
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a server and all its children, also those in a session of their own."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    try:
+        process.terminate()
+        process.wait(60)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
+    finally:
+        _, alive = psutil.wait_procs(family, timeout=5)
+        for child in alive:
+            child.kill()
+        psutil.wait_procs(alive, timeout=5)
 
 
 def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if process.poll() is not None:
             sys.exit(f"the server ended at start:\n{log.read_text()[-3000:]}")
         try:
-            if httpx.get(f"{url}/models", timeout=2).status_code == 200:
+            if _CLIENT.get(url, timeout=2).status_code == 200:
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    sys.exit(f"the server did not answer within 300 s; see {log}")
+    sys.exit(f"the server did not answer within 600 s; see {log}")
 
 
 def kvgate_command(config: Path, port: int) -> list[str]:
     return [str(Path(sys.executable).with_name("kvgate")), "serve", "--config", str(config), "--port", str(port)]
 
 
-def write_config(path: Path, *, device_gb: float, cpu_gb: float, disk_gb: float, store: Path, **cache: object) -> Path:
-    extra = "".join(f"{key} = {json.dumps(value)}\n" for key, value in cache.items())
+def write_config(
+    path: Path,
+    *,
+    device_gb: float,
+    cpu_gb: float,
+    disk_gb: float,
+    store: Path,
+    model: str = "demo",
+    engine: dict[str, object] | None = None,
+    **cache: object,
+) -> Path:
     path.write_text(
-        f'[model]\nname = "demo"\ndtype = "bfloat16"\n[prefix_cache]\ndevice_cache_gb = {device_gb}\n'
-        f'cpu_cache_gb = {cpu_gb}\ndisk_cache_gb = {disk_gb}\ndisk_cache_dir = "{store}"\n{extra}'
+        f'[model]\nname = "{model}"\ndtype = "bfloat16"\n[engine]\n{_toml(engine or {})}'
+        f"[prefix_cache]\ndevice_cache_gb = {device_gb}\ncpu_cache_gb = {cpu_gb}\ndisk_cache_gb = {disk_gb}\n"
+        f'disk_cache_dir = "{store}"\n{_toml(cache)}'
     )
     return path
+
+
+def _toml(values: dict[str, object]) -> str:
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +167,30 @@ class Timing:
     cached_tokens: int
     source: str  # the x-prefix-cache header, "" where there is none
     text: str
+    completion_tokens: int
+    started: float  # of the request, and the end of its last token, on the client's clock
+    ended: float
 
 
 def ask(server: Server, system: str, question: str, max_tokens: int = 8) -> Timing:
-    """One greedy streamed chat request; times are those a client sees."""
-    body = {
+    """One greedy streamed chat request; times are those a client sees.
+
+    Tokens are those of the usage chunk; a server that sends none is counted by its content chunks.
+    """
+    body: dict[str, Any] = {
         "model": server.model,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": question}],
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **server.extra,
     }
+    body = {key: value for key, value in body.items() if value is not None}
     started = time.perf_counter()
     stamps: list[float] = []
     pieces: list[str] = []
-    usage: dict[str, object] = {}
+    usage: dict[str, Any] = {}
     with _CLIENT.stream("POST", f"{server.url}/chat/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
@@ -155,20 +201,30 @@ def ask(server: Server, system: str, question: str, max_tokens: int = 8) -> Timi
                 continue
             event = json.loads(line[6:])
             usage = event.get("usage") or usage
-            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+            if event.get("choices") and (piece := event["choices"][0]["delta"].get("content")):
                 stamps.append(time.perf_counter())
                 pieces.append(piece)
+    if not stamps:
+        sys.exit(f"{server.model} at {server.url} answered without a word")
     details = usage.get("prompt_tokens_details") or {}
-    tokens = int(usage["completion_tokens"])  # type: ignore[call-overload]
-    tpot = (stamps[-1] - stamps[0]) / (tokens - 1) if tokens > 2 and len(stamps) > 1 else None
+    tokens = int(usage.get("completion_tokens") or len(stamps))
     return Timing(
         ttft_s=stamps[0] - started,
-        tpot_s=tpot,
-        prompt_tokens=int(usage["prompt_tokens"]),  # type: ignore[call-overload]
-        cached_tokens=int(details.get("cached_tokens") or 0),  # type: ignore[attr-defined]
+        tpot_s=(stamps[-1] - stamps[0]) / (tokens - 1) if tokens > 2 and len(stamps) > 1 else None,
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        cached_tokens=int(details.get("cached_tokens") or 0),
         source=source,
         text="".join(pieces),
+        completion_tokens=tokens,
+        started=started,
+        ended=stamps[-1],
     )
+
+
+def warm_up(server: Server) -> None:
+    """First requests pay for what is made once: thread pools, kernels, a compiled graph."""
+    ask(server, "You are brief.", "Say hello.")
+    ask(server, document(7, 60), "Say hello.")
 
 
 def median(values: list[float]) -> float:

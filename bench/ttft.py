@@ -18,7 +18,6 @@ from collections import defaultdict
 from pathlib import Path
 
 from bench.common import (
-    Server,
     Timing,
     ask,
     document,
@@ -27,8 +26,10 @@ from bench.common import (
     machine_line,
     median,
     running,
+    warm_up,
     write_config,
 )
+from bench.peers import start_vllm
 
 #: Sentences that make about 4,000 and 7,000 tokens with SmolLM2's tokenizer.
 SIZES = {"4k": 181, "7k": 315}
@@ -81,29 +82,12 @@ def kvgate(config: Path):  # type: ignore[no-untyped-def]
 
 
 def measure_vllm(figures: Figures, round_number: int, venv: Path, model: Path) -> None:
-    port = free_port()
-    command = [
-        str(venv / "bin" / "vllm"), "serve", str(model), "--dtype", "bfloat16", "--max-model-len", "8192",
-        "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching",
-    ]  # fmt: skip
-    env = {
-        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
-    }
-    with running(command, port, str(model), env) as server:
+    with start_vllm(venv, str(model)) as server:
         warm_up(server)
         for size, sentences in SIZES.items():
             prefix = document(100 + round_number, sentences)
             figures["cold"][size].append(ask(server, prefix, QUESTIONS[0], 32))
             figures["warm hit"][size].append(ask(server, prefix, QUESTIONS[1], 32))
-
-
-def warm_up(server: Server) -> None:
-    ask(server, "You are brief.", "Say hello.")
-    ask(server, document(7, 60), "Say hello.")
 
 
 def drop_page_cache(store: Path) -> None:
