@@ -143,6 +143,7 @@ class EngineSettings(_Section):
     prefill_tokens_per_step: Annotated[int, Field(ge=0, strict=False)] = 0
     deterministic: Annotated[bool, Field(strict=False)] = False
     shadow_verify: Annotated[float, Field(ge=0, le=1, strict=False)] = 0.0
+    speculation: Annotated[bool, Field(strict=False)] = True
 
 
 class LoggingSettings(_Section):

@@ -149,4 +149,5 @@ def _engine_config(settings: Settings) -> EngineConfig:
         cache_enabled=settings.prefix_cache.enable,
         deterministic=settings.engine.deterministic,
         shadow_verify=settings.engine.shadow_verify,
+        speculation=settings.engine.speculation,
     )

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from gateway.engine.sampler import Sampler, token_logprobs
 from gateway.engine.scheduler import Scheduled, Scheduler
 from gateway.engine.sequence import Event, Sequence, SequenceState
 from gateway.engine.shadow import ShadowVerifier
+from gateway.engine.speculation import Speculator, until_end
 from gateway.engine.types import (
     CacheReport,
     ContextLengthExceeded,
@@ -64,6 +65,7 @@ class EngineConfig:
     cache_enabled: bool = True
     deterministic: bool = False
     shadow_verify: float = 0.0
+    speculation: bool = True
 
 
 class Engine:
@@ -104,6 +106,8 @@ class Engine:
         self._recorder = recorder
         self._runner = ModelRunner(loaded, arena, deterministic=config.deterministic)
         self._shadow = ShadowVerifier(store, self._runner, arena, config.shadow_verify)
+        # A step with drafts has other rows than one without, and so another rounding.
+        self._speculator = Speculator() if config.speculation and not config.deterministic else None
         self._scheduler = Scheduler(
             store,
             chunk_size=arena.layout.chunk_size,
@@ -192,6 +196,8 @@ class Engine:
             waiting=len(scheduler.waiting) + len(self._inbox),
             loading=len(scheduler.loading),
             shadow_checks=dict(self._shadow.outcomes),
+            drafted_tokens=self._speculator.drafted if self._speculator else 0,
+            accepted_tokens=self._speculator.accepted if self._speculator else 0,
         )
 
     def store_stats(self) -> StoreStats:
@@ -222,6 +228,7 @@ class Engine:
             submitted=self._clock(),
             tokens=list(request.prompt_ids),
             matcher=request.grammar.matcher() if request.grammar is not None else None,
+            drafter=self._speculator.drafter(self.max_model_len) if self._speculator else None,
         )
         with self._wake:
             if self._closing:
@@ -346,22 +353,65 @@ class Engine:
             return
         started = self._clock()
         try:
-            logits = self._runner.forward([self._work(item) for item in plan])
+            plan = self._with_drafts(plan)
+            logits = self._runner.forward([work for item in plan for work in self._work(item)])
+            # The first value read waits for the device: before it, only the launch of the step could be timed.
+            greedy = logits.argmax(-1).tolist() if len(logits) else self._wait_for_device()
             self._observe_speed(plan, started)
-            self._advance(plan, logits)
+            self._advance(plan, logits, greedy)
         except Exception:
             log.exception("an engine step failed; its requests are ended")
             for item in plan:
                 self._fail(item.sequence, EngineError("the engine failed on this request; see the server's log"))
-        decodes = sum(item.n_tokens == 1 for item in plan)
-        tokens = sum(item.n_tokens for item in plan)
+        decodes = sum(1 + len(item.draft) for item in plan if item.n_tokens == 1)
+        tokens = sum(item.n_tokens + len(item.draft) for item in plan)
         self._observer.step_finished(self._clock() - started, tokens - decodes, decodes)
 
+    def _with_drafts(self, plan: list[Scheduled]) -> list[Scheduled]:
+        """Give decoding sequences tokens to try, where that pays. Drafts never take a page or another's turn."""
+        if self._speculator is None:
+            return plan
+        decodes = sum(item.sequence.decoding for item in plan)
+        price = self._speculator.price(decodes)
+        return [replace(item, draft=tuple(self._draft(item.sequence, price))) for item in plan]
+
+    def _draft(self, sequence: Sequence, price: float) -> list[int]:
+        if sequence.drafter is None or not sequence.decoding:
+            return []
+        sampling, lease = sequence.request.sampling, sequence.lease
+        assert lease is not None
+        most = min(
+            sampling.max_tokens - sequence.answer_length - 1,
+            self.max_model_len - len(sequence.tokens) - 1,
+            len(lease.pages) * self._arena.layout.chunk_size - len(sequence.tokens),
+        )
+        draft = until_end(sequence.drafter.draft(sequence.tokens, most, price), self._end_ids(sequence))
+        if draft and sequence.matcher is not None:
+            try:
+                draft = draft[: sequence.matcher.accepted(draft)]
+            except GrammarError:  # comes up again, and ends this one sequence, when its next token is drawn
+                return []
+        return draft
+
+    def _end_ids(self, sequence: Sequence) -> frozenset[int]:
+        sampling = sequence.request.sampling
+        return frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else frozenset(self._loaded.eos_token_ids)
+        )
+
+    def _wait_for_device(self) -> list[int]:
+        if self._loaded.device.type == "cuda":
+            torch.cuda.synchronize(self._loaded.device)
+        return []
+
     def _observe_speed(self, plan: list[Scheduled], started: float) -> None:
-        """Tell the planner how long a piece of prefill took that had the step for itself."""
+        """Tell the planner how long a piece of prefill took that had the step for itself, and what drafts cost."""
+        seconds = self._clock() - started
         if len(plan) == 1 and plan[0].n_tokens > 1:
             item = plan[0]
-            self._store.planner.observe_compute(item.sequence.computed, item.n_tokens, self._clock() - started)
+            self._store.planner.observe_compute(item.sequence.computed, item.n_tokens, seconds)
+        elif self._speculator is not None and all(item.sequence.decoding for item in plan):
+            self._speculator.observe_step(len(plan), sum(len(item.draft) for item in plan), seconds)
 
     def _resolve_stall(self) -> None:
         """Nothing could be planned. With loads in flight that passes; otherwise no page will ever come free."""
@@ -379,43 +429,72 @@ class Engine:
                 ),
             )
 
-    def _work(self, item: Scheduled) -> Work:
+    def _work(self, item: Scheduled) -> list[Work]:
+        """The item's rows: its tokens, then each draft token by itself, so that its logits are had as a decode's are.
+
+        All rows of a step write their KV before any attends, so a draft token sees those before it.
+        """
         sequence = item.sequence
         assert sequence.lease is not None
         start, end = sequence.computed, sequence.computed + item.n_tokens
         ends_prompt = item.last and end == sequence.prompt_length
         if ends_prompt and item.n_tokens > 1 and self._config.cache_enabled and self._probe_heads:
             sequence.probe = ProbeSink(self._probe_heads, min(OBSERVATION_WINDOW, item.n_tokens))
-        return Work(
+        pages = sequence.lease.pages
+        own = Work(
             token_ids=sequence.tokens[start:end],
             start=start,
-            pages=sequence.lease.pages,
+            pages=pages,
             wants_logits=item.last,
             probe=sequence.probe if ends_prompt else None,
         )
+        return [own, *(Work([token], end + i, pages, wants_logits=True) for i, token in enumerate(item.draft))]
 
-    def _advance(self, plan: list[Scheduled], logits: torch.Tensor) -> None:
+    def _advance(self, plan: list[Scheduled], logits: torch.Tensor, greedy: list[int]) -> None:
+        """Take the step's results; ``greedy`` is the argmax of each row of ``logits``."""
         row = 0
-        greedy = logits.argmax(-1).tolist() if len(logits) else []
         for item in plan:
             sequence = item.sequence
             last = item.last
-            before = sequence.computed
-            sequence.computed += item.n_tokens
-            assert sequence.lease is not None
-            chunk = self._arena.layout.chunk_size
-            if sequence.computed // chunk > before // chunk:
-                self._publish(sequence)
+            self._computed(sequence, item.n_tokens)
             if not last:
                 continue
             try:
-                token = self._choose(sequence, logits[row], greedy[row])
-                top = sequence.request.sampling.logprobs
-                logprobs = None if top is None else token_logprobs(logits[row], token, top)
-                self._append(sequence, token, logprobs)
+                self._accept(item, logits[row:], greedy[row:])
             except GrammarError as error:
                 self._fail(sequence, error)
-            row += 1
+            row += 1 + len(item.draft)
+
+    def _computed(self, sequence: Sequence, n_tokens: int) -> None:
+        """The KV of the next ``n_tokens`` of its tokens is there; a chunk that became whole is published."""
+        chunk = self._arena.layout.chunk_size
+        before = sequence.computed
+        sequence.computed += n_tokens
+        if sequence.computed // chunk > before // chunk:
+            self._publish(sequence)
+
+    def _accept(self, item: Scheduled, logits: torch.Tensor, greedy: list[int]) -> None:
+        """Draw the next token, and further ones while the draft is what was drawn.
+
+        The KV of a draft token counts as computed only once the token was drawn: what was refused is never published,
+        and the next step writes over it.
+        """
+        sequence = item.sequence
+        top = sequence.request.sampling.logprobs
+        accepted = 0
+        for row in range(1 + len(item.draft)):
+            token = self._choose(sequence, logits[row], greedy[row])
+            logprobs = None if top is None else token_logprobs(logits[row], token, top)
+            self._append(sequence, token, logprobs)
+            if row == len(item.draft) or token != item.draft[row]:
+                break
+            accepted += 1
+            if sequence.finish_reason is not None:
+                break
+            self._computed(sequence, 1)
+        if item.draft:
+            assert self._speculator is not None and sequence.drafter is not None
+            self._speculator.learn(sequence.drafter, len(item.draft), accepted)
 
     def _choose(self, sequence: Sequence, logits: torch.Tensor, best: int) -> int:
         """The next token, from its row of logits; ``best`` is the row's argmax."""

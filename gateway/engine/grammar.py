@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from threading import Lock
@@ -60,6 +60,11 @@ class Matcher:
             GrammarError: following the grammar takes too much.
         """
         return self._next.result()
+
+    def accepted(self, token_ids: Sequence[int]) -> int:
+        """How many leading tokens could come next, one after the other; nothing is stepped over."""
+        self._next.result()
+        return int(self._matcher.validate_tokens(list(token_ids)))
 
     def accept(self, token_id: int) -> None:
         """Step over a token that was free.

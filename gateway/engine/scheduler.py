@@ -12,10 +12,14 @@ from kvstore.store import PrefixStore
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """``n_tokens`` of a sequence from its ``computed`` position on; ``last`` when its logits are needed."""
+    """``n_tokens`` of a sequence from its ``computed`` position on; ``last`` when its logits are needed.
+
+    ``draft``: tokens to try after a decode's own one.
+    """
 
     sequence: Sequence
     n_tokens: int
+    draft: tuple[int, ...] = ()
 
     @property
     def last(self) -> bool:

@@ -10,6 +10,7 @@ from gateway.engine.attention import ProbeSink
 from gateway.engine.detokenise import Detokeniser
 from gateway.engine.grammar import Matcher
 from gateway.engine.sampler import Sampler
+from gateway.engine.speculation import Drafter
 from gateway.engine.types import CacheReport, Delta, EngineError, FinishReason, GenerationRequest, Started
 from kvstore.store import Lease
 
@@ -32,6 +33,7 @@ class Sequence:
     submitted: float
     tokens: list[int]  # prompt, then answer
     matcher: Matcher | None = None  # its state in its grammar
+    drafter: Drafter | None = None  # None: no speculation
     state: SequenceState = SequenceState.WAITING
     computed: int = 0  # leading tokens whose KV is in the lease's pages
     lease: Lease | None = None

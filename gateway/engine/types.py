@@ -157,3 +157,5 @@ class EngineStats:
     waiting: int
     loading: int
     shadow_checks: Mapping[str, int] = field(default_factory=dict)  # by outcome, see ShadowVerifier
+    drafted_tokens: int = 0  # by speculation, and how many of them the model took
+    accepted_tokens: int = 0

@@ -34,6 +34,8 @@ class EngineCollector(Collector):
         yield _gauge("kvgate_requests_loading", "Sequences whose prefix is being loaded", stats.loading)
         checks = {"match": 0, "mismatch": 0, "skipped": 0} | dict(stats.shadow_checks)
         yield _labelled("kvgate_shadow_verify", "Hits computed again and compared", ["outcome"], _by_name(checks))
+        yield _counter("kvgate_speculation_drafted_tokens", "Tokens tried by speculation", stats.drafted_tokens)
+        yield _counter("kvgate_speculation_accepted_tokens", "Tried tokens the model took", stats.accepted_tokens)
         yield _gauge("kvgate_degraded", "Reasons why service is reduced", len(self._engine.degraded()))
         store = self._engine.store_stats()
         if store is not None:
