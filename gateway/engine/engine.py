@@ -24,6 +24,7 @@ from gateway.engine.scheduler import Scheduled, Scheduler
 from gateway.engine.sequence import Event, Sequence, SequenceState
 from gateway.engine.shadow import ShadowVerifier
 from gateway.engine.speculation import Speculator, until_end
+from gateway.engine.step_timer import StepTimer
 from gateway.engine.types import (
     CacheReport,
     ContextLengthExceeded,
@@ -105,6 +106,7 @@ class Engine:
         self._clock = clock
         self._recorder = recorder
         self._runner = ModelRunner(loaded, arena, deterministic=config.deterministic)
+        self._timer = StepTimer(loaded.device, clock)
         self._shadow = ShadowVerifier(store, self._runner, arena, config.shadow_verify)
         # A step with drafts has other rows than one without, and so another rounding.
         self._speculator = Speculator() if config.speculation and not config.deterministic else None
@@ -354,11 +356,11 @@ class Engine:
         started = self._clock()
         try:
             plan = self._with_drafts(plan)
-            logits = self._runner.forward([work for item in plan for work in self._work(item)])
-            # The first value read waits for the device: before it, only the launch of the step could be timed.
-            greedy = logits.argmax(-1).tolist() if len(logits) else self._wait_for_device()
-            self._observe_speed(plan, started)
-            self._advance(plan, logits, greedy)
+            work = [work for item in plan for work in self._work(item)]
+            self._timer.start()
+            logits = self._runner.forward(work)
+            self._observe_speed(plan)
+            self._advance(plan, logits)
         except Exception:
             log.exception("an engine step failed; its requests are ended")
             for item in plan:
@@ -399,19 +401,14 @@ class Engine:
             frozenset() if sampling.ignore_eos else frozenset(self._loaded.eos_token_ids)
         )
 
-    def _wait_for_device(self) -> list[int]:
-        if self._loaded.device.type == "cuda":
-            torch.cuda.synchronize(self._loaded.device)
-        return []
-
-    def _observe_speed(self, plan: list[Scheduled], started: float) -> None:
+    def _observe_speed(self, plan: list[Scheduled]) -> None:
         """Tell the planner how long a piece of prefill took that had the step for itself, and what drafts cost."""
-        seconds = self._clock() - started
         if len(plan) == 1 and plan[0].n_tokens > 1:
-            item = plan[0]
-            self._store.planner.observe_compute(item.sequence.computed, item.n_tokens, seconds)
-        elif self._speculator is not None and all(item.sequence.decoding for item in plan):
-            self._speculator.observe_step(len(plan), sum(len(item.draft) for item in plan), seconds)
+            start, n_tokens = plan[0].sequence.computed, plan[0].n_tokens
+            self._timer.stop(lambda seconds: self._store.planner.observe_compute(start, n_tokens, seconds))
+        elif (speculator := self._speculator) is not None and all(item.sequence.decoding for item in plan):
+            drafted = sum(len(item.draft) for item in plan)
+            self._timer.stop(lambda seconds: speculator.observe_step(len(plan), drafted, seconds))
 
     def _resolve_stall(self) -> None:
         """Nothing could be planned. With loads in flight that passes; otherwise no page will ever come free."""
@@ -450,9 +447,9 @@ class Engine:
         )
         return [own, *(Work([token], end + i, pages, wants_logits=True) for i, token in enumerate(item.draft))]
 
-    def _advance(self, plan: list[Scheduled], logits: torch.Tensor, greedy: list[int]) -> None:
-        """Take the step's results; ``greedy`` is the argmax of each row of ``logits``."""
+    def _advance(self, plan: list[Scheduled], logits: torch.Tensor) -> None:
         row = 0
+        greedy = logits.argmax(-1).tolist() if len(logits) else []
         for item in plan:
             sequence = item.sequence
             last = item.last
