@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvstore.layout import KVLayout
@@ -19,7 +20,7 @@ class DeviceArena:
         self.n_pages = n_pages
         shape = (layout.layers, 2, layout.kv_heads, n_pages * layout.chunk_size, layout.head_dim)
         self.kv = torch.empty(shape, dtype=layout.dtype, device=device).zero_()
-        self._free = [True] * n_pages
+        self._free = np.ones(n_pages, dtype=bool)
         self._free_count = n_pages
 
     @property
@@ -33,7 +34,7 @@ class DeviceArena:
 
     def follows(self, near: int | None) -> bool:
         """Whether the page after ``near`` is free."""
-        return near is not None and near + 1 < self.n_pages and self._free[near + 1]
+        return near is not None and near + 1 < self.n_pages and bool(self._free[near + 1])
 
     def allocate(self, near: int | None = None, want: int = 1) -> int | None:
         """A free page; None when full.
@@ -59,14 +60,9 @@ class DeviceArena:
         return page
 
     def _best_run(self, want: int) -> int:
-        runs: list[tuple[int, int]] = []  # length, first page
-        for page, free in enumerate(self._free):
-            if not free:
-                continue
-            if page and self._free[page - 1]:
-                length, first = runs[-1]
-                runs[-1] = (length + 1, first)
-            else:
-                runs.append((1, page))
-        fitting = [run for run in runs if run[0] >= want]
-        return min(fitting)[1] if fitting else min(runs, key=lambda run: (-run[0], run[1]))[1]
+        edges = np.diff(self._free, prepend=False, append=False).nonzero()[0]  # a run begins, ends, begins, ...
+        firsts, lengths = edges[::2], edges[1::2] - edges[::2]
+        fitting = np.where(lengths >= want, lengths, self.n_pages + 1)
+        # argmin and argmax take the first of equals.
+        best = int(fitting.argmin()) if fitting.min() <= self.n_pages else int(lengths.argmax())
+        return int(firsts[best])
