@@ -8,7 +8,8 @@ A peer whose environment isn't given or lacks it is left out by name.
 
 In each round every server is started, measured, and started anew for "after restart"; rounds of the servers alternate
 and figures are medians over rounds. Servers that know ``ignore_eos`` get it; token counts are those of the usage chunk,
-or of the content chunks where a server sends none. Factors compare with us: above 1 we are better.
+or of the content chunks where a server sends none. Factors compare with us: above 1 we are better. Speculation
+is off in all of them, as it is by default in vLLM, unless ``--speculation`` turns ours on: bench.speculation shows it.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--quick", action="store_true", help="one round, 1 and 4 streams, short answers")
+    parser.add_argument("--speculation", action="store_true", help="leave our speculation on")
+    parser.add_argument("--plot", type=Path, help="draw the figures to this file (needs the extra `bench`)")
     parser.add_argument("--json", type=Path, help="write all figures to this file as well")
     args = parser.parse_args()
     # As Ctrl-C: servers are ended on the way out.
@@ -111,12 +114,16 @@ def main() -> None:
     print(table(figures))
     if args.json:
         args.json.write_text(as_json(figures, args.rounds))
+    if args.plot:
+        from bench.plots import plot_peers
+
+        plot_peers(as_json(figures, args.rounds), args.plot)
 
 
 def installed(args: argparse.Namespace) -> list[Peer]:
     """We and the peers that can be started; says which can't and why."""
     model = str(args.model or demo_folder())
-    peers = [Peer("kvgate", lambda folder: start_kvgate(folder, model))]
+    peers = [Peer("kvgate", lambda folder: start_kvgate(folder, model, args.speculation))]
     wanted: list[tuple[str, Path | None, str, Callable[[Path, Path], Any]]] = [
         ("vLLM", args.vllm, "bin/vllm", lambda venv, _: start_vllm(venv, model)),
         ("llama.cpp", args.llama, "bin/python", lambda venv, _: start_llama(venv, args.gguf or demo_gguf())),
@@ -150,9 +157,9 @@ def demo_gguf() -> Path:
 
 
 @contextmanager
-def start_kvgate(folder: Path, model: str) -> Iterator[Server]:
-    path = folder / "config.toml"
-    write_config(path, device_gb=1, cpu_gb=1, disk_gb=4, store=folder / "store", model=model)
+def start_kvgate(folder: Path, model: str, speculation: bool) -> Iterator[Server]:
+    path, engine = folder / "config.toml", {"speculation": speculation}
+    write_config(path, device_gb=1, cpu_gb=1, disk_gb=4, store=folder / "store", model=model, engine=engine)
     port = free_port()
     with running(kvgate_command(path, port), port, model, extra={"ignore_eos": True}) as server:
         yield server

@@ -25,6 +25,8 @@ from gateway.engine.engine import Engine
 #: About 2,000 and 6,000 tokens.
 SENTENCES = {"2k": 90, "6k": 270}
 
+WORKLOADS = ("extract", "summarise", "nothing matches", "false matches")
+
 #: Common words; any three of them in a row come often in thousands of draws.
 _FEW = (260, 284, 281, 253, 338, 327)
 
@@ -34,23 +36,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--size", choices=SENTENCES, default="6k")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `bench`)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = asyncio.run(measure(Path(folder), args))
     print(machine_line())
     print(f"SmolLM2-135M-Instruct, bf16; document of {args.size} tokens, medians of {args.rounds} interleaved rounds\n")
     print(
-        "| workload | streams | tokens/s without | with | factor | drafted | accepted |\n|---|---|---|---|---|---|---|"
+        "| workload | streams | tokens/s without | with | factor | drafted | accepted |\n" + "|---" * 7 + "|",
+        flush=True,
     )
-    for row in figures:
-        share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "nothing drafted"
-        print(
-            f"| {row['workload']} | {row['streams']} | {row['without']:.1f} | {row['with']:.1f} | "
-            f"{row['factor']:.2f} | {row['drafted']} | {share} |"
-        )
+    with tempfile.TemporaryDirectory() as folder:
+        figures = asyncio.run(measure(Path(folder), args))
     if args.json:
         args.json.write_text(json.dumps({"machine": machine_line(), "figures": figures}, indent=1))
     if args.plot:
@@ -66,12 +64,24 @@ async def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]
         await on.start()
         await off.start()
         for name, prompts in workloads(on, args.size).items():
+            if name not in args.workloads:
+                continue
             for streams in args.streams:
                 figures.append(await compare(name, prompts, streams, on, off, args))
+                show(figures[-1])
     finally:
         await on.close()
         await off.close()
     return figures
+
+
+def show(row: dict[str, Any]) -> None:
+    share = f"{row['accepted'] / row['drafted']:.0%}" if row["drafted"] else "nothing drafted"
+    print(
+        f"| {row['workload']} | {row['streams']} | {row['without']:.1f} | {row['with']:.1f} | "
+        f"{row['factor']:.2f} | {row['drafted']} | {share} |",
+        flush=True,
+    )
 
 
 async def compare(
