@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +14,10 @@ from kvstore.tiers.disk import DiskTier
 from kvstore.transfer import Transfer
 
 log = logging.getLogger(__name__)
+
+
+#: Added to the writer thread's nice value: an engine step has a thread on every core and waits for the slowest.
+_NICE = 10
 
 
 class DiskWriter:
@@ -71,6 +77,7 @@ class DiskWriter:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        _give_way()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -92,3 +99,14 @@ class DiskWriter:
                 with self._changed:
                     self._working = False
                     self._changed.notify_all()
+
+
+def _give_way() -> None:
+    """Lower this thread's priority, where the system has one for each thread; elsewhere it would be the process's."""
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+    except OSError as error:  # a sandbox may forbid it; the writer then competes as before
+        log.debug("the disk writer keeps its priority: %s", error)
