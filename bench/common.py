@@ -24,7 +24,7 @@ REPO = Path(__file__).resolve().parent.parent
 #: One client for all requests: a new one reads the certificate store first, tens of milliseconds of each time measured.
 _CLIENT = httpx.Client(timeout=600)
 
-_SENTENCES = (
+_TEMPLATES = (
     "The {a} in section {i} of the handbook is kept by the {b} team and reviewed every {n} days.",
     "When a customer reports that the {a} fails with code {n}, ask for the serial number of the {b} first.",
     "Never promise a refund for the {a} before the {b} has been checked against invoice {n}.",
@@ -34,12 +34,16 @@ _SENTENCES = (
 _NOUNS = ("pump", "valve", "router", "battery", "sensor", "filter", "panel", "ledger", "bridge", "engine", "cable")
 
 
+#: Sentences of ``document`` that make so many tokens with SmolLM2's tokenizer.
+SENTENCES = {"512": 22, "2k": 90, "4k": 181, "6k": 277, "7k": 315}
+
+
 def document(seed: int, sentences: int) -> str:
     """Varied English text; other seeds differ from the first sentence on, so nothing of it can be shared."""
     lines = [f"Document number {seed}."]
     for i in range(sentences):
         k = (i * 7919 + seed * 104729) % 1_000_003
-        template = _SENTENCES[k % len(_SENTENCES)]
+        template = _TEMPLATES[k % len(_TEMPLATES)]
         lines.append(template.format(a=_NOUNS[k % 11], b=_NOUNS[(k // 11) % 11], i=i + 1, n=(k // 121) % 97 + 2))
     return " ".join(lines)
 
@@ -219,6 +223,18 @@ def ask(server: Server, system: str, question: str, max_tokens: int = 8) -> Timi
         started=started,
         ended=stamps[-1],
     )
+
+
+#: Tokens that any two prompts share: the template's first ones.
+_COMMON_START = 64
+
+
+def ask_cold(server: Server, system: str, question: str, max_tokens: int = 8) -> Timing:
+    """``ask``, of which nothing may be cached; ends the bench if the server says that something was."""
+    timing = ask(server, system, question, max_tokens)
+    if timing.cached_tokens > _COMMON_START:
+        sys.exit(f"{timing.cached_tokens} tokens of a prompt that should be cold were cached: the figure means nothing")
+    return timing
 
 
 def warm_up(server: Server) -> None:

@@ -16,10 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from bench.common import ask, document, free_port, kvgate_command, machine_line, running, write_config
-
-#: About 2,000 tokens.
-SENTENCES = 90
+from bench.common import SENTENCES, ask, document, free_port, kvgate_command, machine_line, running, write_config
 
 
 def main() -> None:
@@ -39,7 +36,7 @@ def main() -> None:
             process = psutil.Process(server.pid)
             for number in range(args.requests):
                 prefix = number if number < args.prefixes else choose.randrange(args.prefixes)
-                timing = ask(server, document(prefix, SENTENCES), f"Question {number}: which team?", 8)
+                timing = ask(server, document(prefix, SENTENCES["2k"]), f"Question {number}: which team?", 8)
                 cached += timing.cached_tokens
                 prompt += timing.prompt_tokens
                 rss.append(process.memory_info().rss)

@@ -16,40 +16,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bench.common import (
-    Server,
-    Timing,
-    ask,
-    document,
-    free_port,
-    kvgate_command,
-    machine_line,
-    median,
-    running,
-    warm_up,
-    write_config,
-)
+from bench.common import SENTENCES, Server, Timing, ask, ask_cold, document, machine_line, median, warm_up
+from bench.servers import demo_folder, start_kvgate, start_llama, start_transformers, start_vllm
+from gateway.engine.sources import demo_gguf
 
 SECTIONS = ("ttft", "tpot", "streams", "restart")
-
-#: Sentences that make about 512, 4,000, 6,144 and 7,000 tokens with SmolLM2's tokenizer.
-SIZES = {"512": 22, "4k": 181, "6k": 277, "7k": 315}
 
 #: Questions that a small model answers at length, for those servers that can't be told to go on.
 QUESTIONS = (
@@ -92,7 +77,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--quick", action="store_true", help="one round, 1 and 4 streams, short answers")
     parser.add_argument("--speculation", action="store_true", help="leave our speculation on")
-    parser.add_argument("--plot", type=Path, help="draw the figures to this file (needs the extra `bench`)")
+    parser.add_argument("--plot", type=Path, help="draw the figures to this file (needs the extra `plot`)")
     parser.add_argument("--json", type=Path, help="write all figures to this file as well")
     args = parser.parse_args()
     # As Ctrl-C: servers are ended on the way out.
@@ -139,77 +124,6 @@ def installed(args: argparse.Namespace) -> list[Peer]:
     return peers
 
 
-def demo_folder() -> str:
-    import torch
-
-    from gateway.engine.sources import resolve_source
-
-    return resolve_source("demo", torch.bfloat16)
-
-
-def demo_gguf() -> Path:
-    from gateway.engine.sources import _demo_gguf
-
-    return _demo_gguf()
-
-
-# How each server is started ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def start_kvgate(folder: Path, model: str, speculation: bool) -> Iterator[Server]:
-    path, engine = folder / "config.toml", {"speculation": speculation}
-    write_config(path, device_gb=1, cpu_gb=1, disk_gb=4, store=folder / "store", model=model, engine=engine)
-    port = free_port()
-    with running(kvgate_command(path, port), port, model, extra={"ignore_eos": True}) as server:
-        yield server
-
-
-@contextmanager
-def start_vllm(venv: Path, model: str) -> Iterator[Server]:
-    port = free_port()
-    command = [
-        str(venv / "bin" / "vllm"), "serve", model, "--dtype", "bfloat16", "--max-model-len", "8192",
-        "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching",
-    ]  # fmt: skip
-    env = {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
-    }
-    with running(command, port, model, env, extra={"ignore_eos": True}) as server:
-        yield server
-
-
-@contextmanager
-def start_llama(venv: Path, gguf: Path) -> Iterator[Server]:
-    port, threads = free_port(), str(os.cpu_count() or 1)
-    command = [
-        str(venv / "bin" / "python"), "-m", "llama_cpp.server", "--model", str(gguf), "--n_ctx", "8192",
-        "--n_threads", threads, "--n_threads_batch", threads, "--host", "127.0.0.1", "--port", str(port),
-        "--interrupt_requests", "false", "--model_alias", "demo",
-    ]  # fmt: skip
-    # It doesn't know ignore_eos; the bias keeps SmolLM2's end token (2) away.
-    with running(command, port, "demo", extra={"logit_bias": {"2": -100}}) as server:
-        yield server
-
-
-@contextmanager
-def start_transformers(venv: Path, model: str) -> Iterator[Server]:
-    port = free_port()
-    command = [
-        str(venv / "bin" / "transformers"), "serve", model, "--dtype", "bfloat16",
-        "--host", "127.0.0.1", "--port", str(port), "--model-timeout", "100000",
-    ]  # fmt: skip
-    # It refuses stream_options, and sends usage without being asked.
-    with running(
-        command, port, model, {"HF_HUB_OFFLINE": "1"}, extra={"stream_options": None}, ready="health"
-    ) as server:
-        yield server
-
-
 # What is measured -------------------------------------------------------------------------------------------------
 
 
@@ -222,19 +136,19 @@ def measure(peer: Peer, figures: dict[Row, list[float]], number: int, args: argp
                 if section in args.sections:
                     run(server, figures, number, args)
             if "restart" in args.sections and "ttft" not in args.sections:
-                ask(server, document(100 + number, SIZES["7k"]), QUESTIONS[0], 8)
+                ask(server, document(100 + number, SENTENCES["7k"]), QUESTIONS[0], 8)
             figures[Row("memory", "peak RSS of all its processes", "MiB")].append(peak_rss(server.pid) / 2**20)
         if "restart" in args.sections:
             with peer.start(folder) as server:
                 warm_up(server)
-                timing = ask(server, document(100 + number, SIZES["7k"]), QUESTIONS[1], 8)
+                timing = ask(server, document(100 + number, SENTENCES["7k"]), QUESTIONS[1], 8)
                 figures[Row("ttft", "TTFT after restart, 7k", "s")].append(timing.ttft_s)
 
 
 def first_tokens(server: Server, figures: dict[Row, list[float]], number: int, args: argparse.Namespace) -> None:
-    for size in ("4k", "7k"):
-        prefix = document(100 + number, SIZES[size]) if size == "7k" else document(200 + number, SIZES[size])
-        figures[Row("ttft", f"TTFT cold, {size}", "s")].append(ask(server, prefix, QUESTIONS[0], 8).ttft_s)
+    for size, seed in (("4k", 200), ("7k", 100)):  # other documents: one would be the beginning of the other
+        prefix = document(seed + number, SENTENCES[size])
+        figures[Row("ttft", f"TTFT cold, {size}", "s")].append(ask_cold(server, prefix, QUESTIONS[0], 8).ttft_s)
         hits = [ask(server, prefix, question, 8).ttft_s for question in QUESTIONS[1:]]
         figures[Row("ttft", f"TTFT hit, {size}", "s")].append(median(hits))
 
@@ -242,7 +156,7 @@ def first_tokens(server: Server, figures: dict[Row, list[float]], number: int, a
 def gaps(server: Server, figures: dict[Row, list[float]], number: int, args: argparse.Namespace) -> None:
     tokens = 24 if args.quick else 96
     for size in ("512", "6k"):
-        prefix = document(300 + number, SIZES[size])
+        prefix = document(300 + number, SENTENCES[size])
         ask(server, prefix, QUESTIONS[0], 2)
         timing = ask(server, prefix, QUESTIONS[0], tokens)
         if timing.tpot_s is not None:
@@ -251,13 +165,13 @@ def gaps(server: Server, figures: dict[Row, list[float]], number: int, args: arg
 
 def streams(server: Server, figures: dict[Row, list[float]], number: int, args: argparse.Namespace) -> None:
     tokens = 24 if args.quick else 64
-    shared = document(400 + number, SIZES["6k"])
+    shared = document(400 + number, SENTENCES["6k"])
     ask(server, shared, QUESTIONS[0], 2)
     for n in args.streams:
         rate = together(server, [(shared, f"{QUESTIONS[i % 3]} Reader {i}.") for i in range(n)], tokens)
         figures[Row("streams", f"tokens/s, {n} streams over one 6k prefix", "/s", True)].append(rate)
     for n in args.streams:
-        own = [(document(1000 * (n + 1) + 20 * number + i, SIZES["512"]), QUESTIONS[0]) for i in range(n)]
+        own = [(document(1000 * (n + 1) + 20 * number + i, SENTENCES["512"]), QUESTIONS[0]) for i in range(n)]
         for system, question in own:
             ask(server, system, question, 2)
         figures[Row("streams", f"tokens/s, {n} streams of 512 tokens each", "/s", True)].append(

@@ -1,4 +1,4 @@
-"""Figures of the benches as pictures, one look for all. Needs matplotlib: ``pip install -e '.[bench]'``."""
+"""Figures of the benches as pictures, one look for all. Needs matplotlib: ``pip install -e '.[plot]'``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        sys.exit("plots need matplotlib: pip install -e '.[bench]'")
+        sys.exit("plots need matplotlib: pip install -e '.[plot]'")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `bench`)")
+    parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `plot`)")
     args = parser.parse_args()
     print(f"{machine_line()}\nSmolLM2-135M-Instruct, bf16; medians of {args.rounds} rounds")
     figures: dict[str, list[dict[str, float]]] = {}

@@ -18,12 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.common import document, machine_line, median
+from bench.common import SENTENCES, document, machine_line, median
 from bench.inprocess import chat, make_engine, rate
 from gateway.engine.engine import Engine
 
-#: About 2,000 and 6,000 tokens.
-SENTENCES = {"2k": 90, "6k": 270}
+SIZES = {"2k": 2000, "6k": 6000}
 
 WORKLOADS = ("extract", "summarise", "nothing matches", "false matches")
 
@@ -37,9 +36,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--size", choices=SENTENCES, default="6k")
+    parser.add_argument("--size", choices=SIZES, default="6k")
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
-    parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `bench`)")
+    parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `plot`)")
     args = parser.parse_args()
     print(machine_line())
     print(f"SmolLM2-135M-Instruct, bf16; document of {args.size} tokens, medians of {args.rounds} interleaved rounds\n")
@@ -116,7 +115,7 @@ def workloads(one: Engine, size: str) -> dict[str, list[tuple[list[int], dict[st
     text = ". ".join(lines)
     picked = [lines[len(lines) * i // 8] for i in range(1, 8)]
     choose = random.Random(3)
-    n_tokens = {"2k": 2000, "6k": 6000}[size]
+    n_tokens = SIZES[size]
     noise = [choose.randrange(1000, 48000) for _ in range(n_tokens)]
     few = [choose.choice(_FEW) for _ in range(n_tokens)]
     greedy: dict[str, Any] = {"temperature": 0.0}

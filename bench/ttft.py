@@ -18,8 +18,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from bench.common import (
+    SENTENCES,
     Timing,
     ask,
+    ask_cold,
     document,
     free_port,
     kvgate_command,
@@ -29,10 +31,10 @@ from bench.common import (
     warm_up,
     write_config,
 )
-from bench.peers import start_vllm
+from bench.servers import start_vllm
 
-#: Sentences that make about 4,000 and 7,000 tokens with SmolLM2's tokenizer.
-SIZES = {"4k": 181, "7k": 315}
+#: The sizes measured, with the seeds of their documents: of one seed, the shorter would be the beginning of the longer.
+SEEDS = {"4k": 100, "7k": 200}
 QUESTIONS = ("Which team keeps the pump?", "How many screws are in the box?", "What is checked before a refund?")
 
 Figures = dict[str, dict[str, list[Timing]]]
@@ -61,19 +63,20 @@ def measure_kvgate(figures: Figures, round_number: int) -> None:
         config = write_config(root / "config.toml", device_gb=0.2, cpu_gb=1, disk_gb=4, store=root / "store")
         with kvgate(config) as server:
             ask(server, "You are brief.", "Say hello.")
-            for size, sentences in SIZES.items():
-                prefix = document(100 + round_number, sentences)
-                figures["cold"][size].append(ask(server, prefix, QUESTIONS[0], 32))
+            for size, seed in SEEDS.items():
+                prefix = document(seed + round_number, SENTENCES[size])
+                figures["cold"][size].append(ask_cold(server, prefix, QUESTIONS[0], 32))
                 figures["device hit"][size].append(ask(server, prefix, QUESTIONS[1], 32))
-                ask(server, document(900 + round_number, SIZES["7k"]), QUESTIONS[0], 2)
+                ask(server, document(900 + round_number, SENTENCES["7k"]), QUESTIONS[0], 2)
                 figures["host hit"][size].append(ask(server, prefix, QUESTIONS[2], 32))
         for label in ("disk hit, fresh process", "disk hit, fresh process, cold page cache"):
             if label.endswith("cache"):
                 drop_page_cache(root / "store")
             with kvgate(config) as server:
                 ask(server, "You are brief.", "Say hello.")
-                for size, sentences in SIZES.items():
-                    figures[label][size].append(ask(server, document(100 + round_number, sentences), QUESTIONS[1], 32))
+                for size, seed in SEEDS.items():
+                    prefix = document(seed + round_number, SENTENCES[size])
+                    figures[label][size].append(ask(server, prefix, QUESTIONS[1], 32))
 
 
 def kvgate(config: Path):  # type: ignore[no-untyped-def]
@@ -84,9 +87,9 @@ def kvgate(config: Path):  # type: ignore[no-untyped-def]
 def measure_vllm(figures: Figures, round_number: int, venv: Path, model: Path) -> None:
     with start_vllm(venv, str(model)) as server:
         warm_up(server)
-        for size, sentences in SIZES.items():
-            prefix = document(100 + round_number, sentences)
-            figures["cold"][size].append(ask(server, prefix, QUESTIONS[0], 32))
+        for size, seed in SEEDS.items():
+            prefix = document(seed + round_number, SENTENCES[size])
+            figures["cold"][size].append(ask_cold(server, prefix, QUESTIONS[0], 32))
             figures["warm hit"][size].append(ask(server, prefix, QUESTIONS[1], 32))
 
 
@@ -102,7 +105,7 @@ def report(kvgate: Figures, vllm: Figures) -> None:
     def ttft(figures: Figures, label: str, size: str) -> float:
         return median([t.ttft_s for t in figures[label][size]])
 
-    sizes = list(SIZES)
+    sizes = list(SEEDS)
     print(f"{'TTFT in s':44}" + "".join(f"{size:>10}{'to vLLM':>10}" for size in sizes) + "   source")
     rows = [("kvgate", kvgate, label) for label in kvgate] + [("vLLM", vllm, label) for label in vllm]
     for name, figures, label in rows:

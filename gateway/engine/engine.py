@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,7 @@ from gateway.engine.sampler import Sampler, token_logprobs
 from gateway.engine.scheduler import Scheduled, Scheduler
 from gateway.engine.sequence import Event, Sequence, SequenceState
 from gateway.engine.shadow import ShadowVerifier
-from gateway.engine.speculation import Speculator, until_end
+from gateway.engine.speculation import Speculator
 from gateway.engine.step_timer import StepTimer
 from gateway.engine.types import (
     CacheReport,
@@ -37,6 +37,7 @@ from gateway.engine.types import (
     FinishReason,
     GenerationRequest,
     RequestReport,
+    SamplingParams,
     Started,
     TokenLogprobs,
 )
@@ -109,7 +110,11 @@ class Engine:
         self._timer = StepTimer(loaded.device, clock)
         self._shadow = ShadowVerifier(store, self._runner, arena, config.shadow_verify)
         # A step with drafts has other rows than one without, and so another rounding.
-        self._speculator = Speculator() if config.speculation and not config.deterministic else None
+        self._speculator = (
+            Speculator(arena.layout.chunk_size, loaded.max_model_len)
+            if config.speculation and not config.deterministic
+            else None
+        )
         self._scheduler = Scheduler(
             store,
             chunk_size=arena.layout.chunk_size,
@@ -229,8 +234,9 @@ class Engine:
             emit=emit,
             submitted=self._clock(),
             tokens=list(request.prompt_ids),
+            end_ids=self._end_ids(request.sampling),
             matcher=request.grammar.matcher() if request.grammar is not None else None,
-            drafter=self._speculator.drafter(self.max_model_len) if self._speculator else None,
+            drafter=self._speculator.drafter() if self._speculator else None,
         )
         with self._wake:
             if self._closing:
@@ -242,6 +248,10 @@ class Engine:
                 )
             self._inbox.append(sequence)
             self._wake.notify_all()
+
+    def _end_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        eos = frozenset() if sampling.ignore_eos else frozenset(self._loaded.eos_token_ids)
+        return eos | frozenset(sampling.stop_token_ids)
 
     def _cancel(self, request_id: str) -> None:
         with self._wake:
@@ -355,7 +365,8 @@ class Engine:
             return
         started = self._clock()
         try:
-            plan = self._with_drafts(plan)
+            if self._speculator is not None:
+                plan = self._speculator.with_drafts(plan)
             work = [work for item in plan for work in self._work(item)]
             self._timer.start()
             logits = self._runner.forward(work)
@@ -369,38 +380,6 @@ class Engine:
         tokens = sum(item.n_tokens + len(item.draft) for item in plan)
         self._observer.step_finished(self._clock() - started, tokens - decodes, decodes)
 
-    def _with_drafts(self, plan: list[Scheduled]) -> list[Scheduled]:
-        """Give decoding sequences tokens to try, where that pays. Drafts never take a page or another's turn."""
-        if self._speculator is None:
-            return plan
-        decodes = sum(item.sequence.decoding for item in plan)
-        price = self._speculator.price(decodes)
-        return [replace(item, draft=tuple(self._draft(item.sequence, price))) for item in plan]
-
-    def _draft(self, sequence: Sequence, price: float) -> list[int]:
-        if sequence.drafter is None or not sequence.decoding:
-            return []
-        sampling, lease = sequence.request.sampling, sequence.lease
-        assert lease is not None
-        most = min(
-            sampling.max_tokens - sequence.answer_length - 1,
-            self.max_model_len - len(sequence.tokens) - 1,
-            len(lease.pages) * self._arena.layout.chunk_size - len(sequence.tokens),
-        )
-        draft = until_end(sequence.drafter.draft(sequence.tokens, most, price), self._end_ids(sequence))
-        if draft and sequence.matcher is not None:
-            try:
-                draft = draft[: sequence.matcher.accepted(draft)]
-            except GrammarError:  # comes up again, and ends this one sequence, when its next token is drawn
-                return []
-        return draft
-
-    def _end_ids(self, sequence: Sequence) -> frozenset[int]:
-        sampling = sequence.request.sampling
-        return frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else frozenset(self._loaded.eos_token_ids)
-        )
-
     def _observe_speed(self, plan: list[Scheduled]) -> None:
         """Tell the planner how long a piece of prefill took that had the step for itself, and what drafts cost."""
         if len(plan) == 1 and plan[0].n_tokens > 1:
@@ -408,7 +387,7 @@ class Engine:
             self._timer.stop(lambda seconds: self._store.planner.observe_compute(start, n_tokens, seconds))
         elif (speculator := self._speculator) is not None and all(item.sequence.decoding for item in plan):
             drafted = sum(len(item.draft) for item in plan)
-            self._timer.stop(lambda seconds: speculator.observe_step(len(plan), drafted, seconds))
+            self._timer.stop(lambda seconds: speculator.cost.observe(len(plan), drafted, seconds))
 
     def _resolve_stall(self) -> None:
         """Nothing could be planned. With loads in flight that passes; otherwise no page will ever come free."""
@@ -509,7 +488,7 @@ class Engine:
         sequence.last_token = now
         sequence.tokens.append(token)
         sampling = sequence.request.sampling
-        is_end = token in sampling.stop_token_ids or (token in self._loaded.eos_token_ids and not sampling.ignore_eos)
+        is_end = token in sequence.end_ids
         text = "" if is_end else sequence.detokeniser.add(token)
         reason: FinishReason | None = None
         if not is_end and sequence.matcher is not None:

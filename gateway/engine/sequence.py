@@ -8,9 +8,9 @@ from enum import Enum, auto
 
 from gateway.engine.attention import ProbeSink
 from gateway.engine.detokenise import Detokeniser
+from gateway.engine.drafter import Drafter
 from gateway.engine.grammar import Matcher
 from gateway.engine.sampler import Sampler
-from gateway.engine.speculation import Drafter
 from gateway.engine.types import CacheReport, Delta, EngineError, FinishReason, GenerationRequest, Started
 from kvstore.store import Lease
 
@@ -32,6 +32,7 @@ class Sequence:
     emit: Callable[[Event], None]  # thread-safe hand-over to the waiting caller
     submitted: float
     tokens: list[int]  # prompt, then answer
+    end_ids: frozenset[int]  # tokens that end its answer and are not shown
     matcher: Matcher | None = None  # its state in its grammar
     drafter: Drafter | None = None  # None: no speculation
     state: SequenceState = SequenceState.WAITING

@@ -45,7 +45,7 @@ def resolve_source(name: str, dtype: torch.dtype, cache_dir: Path | None = None)
     """
     cache_dir = cache_dir or default_cache_dir()
     if name == "demo":
-        return str(_unpack_gguf(_demo_gguf(), dtype, cache_dir))
+        return str(_unpack_gguf(demo_gguf(), dtype, cache_dir))
     path = Path(name).expanduser()
     if name.lower().endswith(".gguf"):
         if not path.is_file():
@@ -64,7 +64,7 @@ def resolve_source(name: str, dtype: torch.dtype, cache_dir: Path | None = None)
     return name
 
 
-def _demo_gguf() -> Path:
+def demo_gguf() -> Path:
     spec = importlib.util.find_spec(DEMO_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ModelError(f"[model].name = 'demo' needs the package with the demo weights: run `{DEMO_INSTALL}`")

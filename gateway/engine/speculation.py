@@ -14,102 +14,17 @@ while ``p^k > n * m``. Where drafts fail, ``p`` falls until only a rare probe is
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
+from gateway.engine.drafter import Drafter, moved
+from gateway.engine.grammar import GrammarError
+from gateway.engine.scheduler import Scheduled
+from gateway.engine.sequence import Sequence
 
-#: Most tokens of one draft.
-MAX_DRAFT = 12
-
-#: Fewest tokens that must have occurred before; two-word phrases are everywhere and mostly go on otherwise.
-MIN_MATCH = 3
-
-#: Of several earlier places the one with the longest equal past is taken, compared over so many tokens.
-_LONGEST_MATCH = 16
-
-#: Most earlier places compared, latest first.
-_PLACES = 32
-
-_ACCEPTANCE_WEIGHT = 0.25  # of a new outcome in a sequence's acceptance rate
 _PRIOR_WEIGHT = 0.05  # of a new outcome in the rate that new sequences begin with
 _COST_WEIGHT = 0.1
 _FIRST_COST = 0.1  # share of a step that a draft token costs, before one was observed
 _COST_BOUNDS = (0.005, 0.5)
-
-#: A sequence whose drafts don't pay tries one token again after so many steps with a match; doubled by each failure.
-_FIRST_PAUSE = 32
-_LONGEST_PAUSE = 256
-
-
-class Drafter:
-    """One sequence's tokens, searched for its own last few, and how well its drafts do.
-
-    Args:
-        capacity: most tokens the sequence can have.
-        acceptance: probability that a draft token is accepted, to begin with.
-    """
-
-    def __init__(self, capacity: int, acceptance: float) -> None:
-        self._capacity = capacity
-        self._tokens: NDArray[np.int32] | None = None  # made with the first lookup, off the way to the first token
-        self._known = 0
-        self._acceptance = acceptance
-        self._pause = _FIRST_PAUSE
-        self._waited = 0
-
-    def draft(self, tokens: list[int], most: int, price: float) -> list[int]:
-        """Tokens to try after ``tokens``, at most ``most``; ``price`` is what one costs, in tokens."""
-        most = min(most, MAX_DRAFT)
-        length = 0
-        gain = self._acceptance
-        while length < most and gain > price:
-            length += 1
-            gain *= self._acceptance
-        probing = length == 0 and most > 0
-        if probing and self._waited < self._pause:
-            self._waited += 1
-            return []
-        found = self.lookup(tokens, 1 if probing else length)
-        if probing and found:
-            self._waited = 0
-        return found
-
-    def lookup(self, tokens: list[int], most: int) -> list[int]:
-        """What followed the latest of the places whose past is equal to the end of ``tokens`` for longest."""
-        if most <= 0 or len(tokens) <= MIN_MATCH:
-            return []
-        known = self._take(tokens)
-        n = len(known)
-        # Places p < n where known[p - MIN_MATCH : p] is the end of the text.
-        equal = known[MIN_MATCH - 1 : n - 1] == known[n - 1]
-        places = np.flatnonzero(equal) + MIN_MATCH
-        for back in range(2, MIN_MATCH + 1):
-            places = places[known[places - back] == known[n - back]]
-        if not len(places):
-            return []
-        best, longest = 0, 0
-        for place in places[: -_PLACES - 1 : -1].tolist():
-            reach = min(_LONGEST_MATCH, place)
-            differs = np.flatnonzero(known[place - reach : place] != known[n - reach : n])
-            match = reach - 1 - int(differs[-1]) if len(differs) else reach
-            if match > longest:
-                best, longest = place, match
-            if longest == _LONGEST_MATCH:
-                break
-        return [int(token) for token in known[best : best + most]]
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """The model took the first ``accepted`` of ``drafted`` tokens."""
-        for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self._acceptance += _ACCEPTANCE_WEIGHT * (outcome - self._acceptance)
-        self._pause = _FIRST_PAUSE if accepted else min(2 * self._pause, _LONGEST_PAUSE)
-
-    def _take(self, tokens: list[int]) -> NDArray[np.int32]:
-        if self._tokens is None:
-            self._tokens = np.empty(self._capacity, dtype=np.int32)
-        self._tokens[self._known : len(tokens)] = tokens[self._known :]
-        self._known = len(tokens)
-        return self._tokens[: self._known]
 
 
 class StepCost:
@@ -134,30 +49,55 @@ class StepCost:
 
 
 class Speculator:
-    """Makes drafters and keeps the counts. Owned by the engine thread; the counts may be read from any."""
+    """Gives a step's decodes their drafts and keeps the counts.
 
-    def __init__(self) -> None:
-        self._cost = StepCost()
+    Owned by the engine thread; the counts may be read from any.
+
+    Args:
+        page_size: slots a page of the arena. Drafts never take a page.
+        max_model_len: most tokens of a sequence.
+    """
+
+    def __init__(self, page_size: int, max_model_len: int) -> None:
+        self._page_size = page_size
+        self._max_model_len = max_model_len
         self._acceptance = 0.5  # that a new sequence begins with: as it went for others of late
+        self.cost = StepCost()
         self.drafted = 0
         self.accepted = 0
 
-    def drafter(self, capacity: int) -> Drafter:
-        return Drafter(capacity, min(0.6, max(0.1, self._acceptance)))
+    def drafter(self) -> Drafter:
+        return Drafter(self._max_model_len, min(0.6, max(0.1, self._acceptance)))
 
-    def price(self, sequences: int) -> float:
-        """Tokens lost to all sequences of a step by one draft token."""
-        return sequences * self._cost.share(sequences)
+    def with_drafts(self, plan: list[Scheduled]) -> list[Scheduled]:
+        """The plan, with tokens to try for decoding sequences where that pays."""
+        decodes = sum(item.sequence.decoding for item in plan)
+        price = decodes * self.cost.share(decodes)  # tokens lost to all of them by one draft token
+        return [replace(item, draft=tuple(self._draft(item.sequence, price))) for item in plan]
 
     def learn(self, drafter: Drafter, drafted: int, accepted: int) -> None:
         self.drafted += drafted
         self.accepted += accepted
         drafter.learn(drafted, accepted)
-        for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
-            self._acceptance += _PRIOR_WEIGHT * (outcome - self._acceptance)
+        self._acceptance = moved(self._acceptance, _PRIOR_WEIGHT, drafted, accepted)
 
-    def observe_step(self, sequences: int, drafted: int, seconds: float) -> None:
-        self._cost.observe(sequences, drafted, seconds)
+    def _draft(self, sequence: Sequence, price: float) -> list[int]:
+        if sequence.drafter is None or not sequence.decoding:
+            return []
+        sampling, lease = sequence.request.sampling, sequence.lease
+        assert lease is not None
+        most = min(
+            sampling.max_tokens - sequence.answer_length - 1,
+            self._max_model_len - len(sequence.tokens) - 1,
+            len(lease.pages) * self._page_size - len(sequence.tokens),
+        )
+        draft = until_end(sequence.drafter.draft(sequence.tokens, most, price), sequence.end_ids)
+        if draft and sequence.matcher is not None:
+            try:
+                draft = draft[: sequence.matcher.accepted(draft)]
+            except GrammarError:  # comes up again, and ends this one sequence, when its next token is drawn
+                return []
+        return draft
 
 
 def until_end(draft: Seq[int], end_ids: frozenset[int]) -> list[int]:

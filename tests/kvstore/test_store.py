@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -419,3 +421,14 @@ def invariants_when_quiet(store: PrefixStore) -> None:
 
 def common(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_the_disk_writer_gives_way_to_the_engine_and_nobody_else_does(make: Make) -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    store = make()
+    assert store.flush(timeout=10)
+    (writer,) = [thread for thread in threading.enumerate() if thread.name == "kvgate-disk-writer"]
+    assert writer.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, writer.native_id) == min(19, mine + 10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == mine
