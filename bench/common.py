@@ -18,6 +18,9 @@ from typing import Any
 
 import httpx
 import psutil
+import torch
+
+from gateway.engine.loader import pick_device, pick_dtype
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -46,6 +49,15 @@ def document(seed: int, sentences: int) -> str:
         template = _TEMPLATES[k % len(_TEMPLATES)]
         lines.append(template.format(a=_NOUNS[k % 11], b=_NOUNS[(k // 11) % 11], i=i + 1, n=(k // 121) % 97 + 2))
     return " ".join(lines)
+
+
+def native_dtype() -> torch.dtype:
+    """What ``dtype = "auto"`` means on this machine: bfloat16, or float32 where the processor doesn't multiply it."""
+    return pick_dtype("auto", pick_device())
+
+
+def dtype_name() -> str:
+    return str(native_dtype()).removeprefix("torch.")
 
 
 def machine_line() -> str:
@@ -151,8 +163,11 @@ def write_config(
     engine: dict[str, object] | None = None,
     **cache: object,
 ) -> Path:
+    """A config file for the benches; sizes are in GB of bfloat16 KV, and grow with the dtype to hold as many tokens."""
+    wide = native_dtype().itemsize / 2
+    device_gb, cpu_gb, disk_gb = device_gb * wide, cpu_gb * wide, disk_gb * wide
     path.write_text(
-        f'[model]\nname = "{model}"\ndtype = "bfloat16"\n[engine]\n{_toml(engine or {})}'
+        f'[model]\nname = "{model}"\ndtype = "{dtype_name()}"\n[engine]\n{_toml(engine or {})}'
         f"[prefix_cache]\ndevice_cache_gb = {device_gb}\ncpu_cache_gb = {cpu_gb}\ndisk_cache_gb = {disk_gb}\n"
         f'disk_cache_dir = "{store}"\n{_toml(cache)}'
     )

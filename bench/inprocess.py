@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.common import dtype_name
 from gateway.config import Settings
 from gateway.engine.build import build_engine
 from gateway.engine.engine import Engine
@@ -45,7 +46,7 @@ class Answer:
 
 def make_engine(folder: Path, *, model: dict[str, Any] | None = None, cache: dict[str, Any], **engine: Any) -> Engine:
     settings = Settings(
-        model={"name": "demo", "dtype": "bfloat16", **(model or {})},
+        model={"name": "demo", "dtype": dtype_name(), **(model or {})},
         prefix_cache={"disk_cache_dir": str(folder), **cache},
         engine=engine,
     )

@@ -19,6 +19,12 @@ import psutil
 from bench.common import SENTENCES, ask, document, free_port, kvgate_command, machine_line, running, write_config
 
 
+def kinds(pid: int) -> str:
+    """Resident MiB by kind: anonymous (heaps, weights, tiers) and file (the disk tier's map, libraries)."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    return ", ".join(f"{name} {int(status[name].split()[0]) // 1024}" for name in ("VmRSS", "RssAnon", "RssFile"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=200)
@@ -40,6 +46,8 @@ def main() -> None:
                 cached += timing.cached_tokens
                 prompt += timing.prompt_tokens
                 rss.append(process.memory_info().rss)
+                if number % args.prefixes == args.prefixes - 1:
+                    print(f"after {number + 1:4} requests: {kinds(server.pid)}", flush=True)
             metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
     print(machine_line())
     print(

@@ -30,7 +30,18 @@ from typing import Any
 
 import psutil
 
-from bench.common import SENTENCES, Server, Timing, ask, ask_cold, document, machine_line, median, warm_up
+from bench.common import (
+    SENTENCES,
+    Server,
+    Timing,
+    ask,
+    ask_cold,
+    document,
+    dtype_name,
+    machine_line,
+    median,
+    warm_up,
+)
 from bench.servers import demo_folder, start_kvgate, start_llama, start_transformers, start_vllm
 from gateway.engine.sources import demo_gguf
 
@@ -95,7 +106,7 @@ def main() -> None:
                 print(f"round {number + 1}: {peer.name} done in {took:.0f} s", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         sys.exit("interrupted; all servers are ended")
-    print(f"{machine_line()}\nSmolLM2-135M-Instruct; medians of {args.rounds} interleaved rounds\n")
+    print(f"{machine_line()}\nSmolLM2-135M-Instruct, {dtype_name()}; medians of {args.rounds} interleaved rounds\n")
     print(table(figures))
     if args.json:
         args.json.write_text(as_json(figures, args.rounds))

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-from bench.common import document, machine_line, median
+from bench.common import document, dtype_name, machine_line, median
 from bench.inprocess import ask, chat, make_engine, rate
 from bench.restart import CHUNK, IDENTITY, layout
 from gateway.engine.engine import Engine
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file as well")
     parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `plot`)")
     args = parser.parse_args()
-    print(f"{machine_line()}\nSmolLM2-135M-Instruct, bf16; medians of {args.rounds} rounds")
+    print(f"{machine_line()}\nSmolLM2-135M-Instruct, {dtype_name()}; medians of {args.rounds} rounds")
     figures: dict[str, list[dict[str, float]]] = {}
     if "chunks" in args.sections:
         figures["chunks"] = [stored_chunks(count, args.rounds) for count in args.chunks]

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from bench.common import Server, free_port, kvgate_command, running, write_config
+from bench.common import Server, dtype_name, free_port, kvgate_command, native_dtype, running, write_config
 from gateway.engine.sources import resolve_source
 
 
 def demo_folder() -> str:
     """The demo model as a Hugging Face folder, unpacked if it isn't yet."""
-    return resolve_source("demo", torch.bfloat16)
+    return resolve_source("demo", native_dtype())
 
 
 @contextmanager
@@ -31,13 +29,13 @@ def start_kvgate(folder: Path, model: str, speculation: bool) -> Iterator[Server
 def start_vllm(venv: Path, model: str) -> Iterator[Server]:
     port = free_port()
     command = [
-        str(venv / "bin" / "vllm"), "serve", model, "--dtype", "bfloat16", "--max-model-len", "8192",
+        str(venv / "bin" / "vllm"), "serve", model, "--dtype", dtype_name(), "--max-model-len", "8192",
         "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching",
     ]  # fmt: skip
     env = {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": str(native_dtype().itemsize),
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
     }
@@ -62,7 +60,7 @@ def start_llama(venv: Path, gguf: Path) -> Iterator[Server]:
 def start_transformers(venv: Path, model: str) -> Iterator[Server]:
     port = free_port()
     command = [
-        str(venv / "bin" / "transformers"), "serve", model, "--dtype", "bfloat16",
+        str(venv / "bin" / "transformers"), "serve", model, "--dtype", dtype_name(),
         "--host", "127.0.0.1", "--port", str(port), "--model-timeout", "100000",
     ]  # fmt: skip
     # It refuses stream_options, and sends usage without being asked.

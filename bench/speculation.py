@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.common import SENTENCES, document, machine_line, median
+from bench.common import SENTENCES, document, dtype_name, machine_line, median
 from bench.inprocess import chat, make_engine, rate
 from gateway.engine.engine import Engine
 
@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw them to this file (needs the extra `plot`)")
     args = parser.parse_args()
     print(machine_line())
-    print(f"SmolLM2-135M-Instruct, bf16; document of {args.size} tokens, medians of {args.rounds} interleaved rounds\n")
+    print(f"SmolLM2-135M-Instruct, {dtype_name()}; document of {args.size} tokens")
+    print(f"medians of {args.rounds} interleaved rounds\n")
     print(
         "| workload | streams | tokens/s without | with | factor | drafted | accepted |\n" + "|---" * 7 + "|",
         flush=True,

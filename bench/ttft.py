@@ -23,6 +23,7 @@ from bench.common import (
     ask,
     ask_cold,
     document,
+    dtype_name,
     free_port,
     kvgate_command,
     machine_line,
@@ -53,7 +54,7 @@ def main() -> None:
         if args.vllm:
             measure_vllm(vllm, round_number, args.vllm, args.vllm_model)
     print(machine_line())
-    print(f"SmolLM2-135M-Instruct, bf16; medians of {args.rounds} rounds\n")
+    print(f"SmolLM2-135M-Instruct, {dtype_name()}; medians of {args.rounds} rounds\n")
     report(kvgate, vllm)
 
 

@@ -281,7 +281,8 @@ def paged_attention(
     """Attention function for transformers (see its AttentionInterface).
 
     Args:
-        query: ``[1, heads, T, head_dim]``; key and value: ``[1, kv_heads, T, head_dim]`` (RoPE applied).
+        query: ``[1, heads, T, head_dim]``; key and value: ``[1, kv_heads, T, head_dim]`` (RoPE applied). Rows after
+            the step's tokens are padding: their KV is not kept, and they attend to nothing.
         kv_batch: the step, passed as a keyword argument of the model call.
 
     Returns:
@@ -290,16 +291,18 @@ def paged_attention(
     if kv_batch is None:
         raise RuntimeError("paged_attention was called without kv_batch: this model drops keyword arguments")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    q = query[0]
-    heads, n_tokens, head_dim = q.shape
-    kv_batch.write(layer, key[0], value[0])
+    heads, n_rows, head_dim = query.shape[1:]
+    n_tokens = kv_batch.n_tokens
+    q = query[0, :, :n_tokens]
+    kv_batch.write(layer, key[0, :, :n_tokens], value[0, :, :n_tokens])
     shape = _Shape(
         scaling=head_dim**-0.5 if scaling is None else scaling,
         window=sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    out = torch.empty(n_tokens, heads, head_dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(n_rows, heads, head_dim, dtype=q.dtype, device=q.device)
+    out[n_tokens:] = 0
     arena = kv_batch.kv[layer]
     for segment in kv_batch.singles:
         if kv_batch.use_flash and shape.plain:

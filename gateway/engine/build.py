@@ -9,10 +9,10 @@ from pathlib import Path
 
 from gateway.config import ConfigError, Settings, validate_against_model
 from gateway.engine.engine import Engine, EngineConfig
-from gateway.engine.linears import pack_linears
+from gateway.engine.linears import compile_kernels, pack_linears
 from gateway.engine.loader import LoadedModel, load_model
 from gateway.engine.memory import arena_pages, tune_allocator
-from gateway.engine.runner import self_check
+from gateway.engine.runner import padded_rows, self_check
 from gateway.engine.sources import DEMO_MODEL_ID, ModelError
 from gateway.engine.types import EngineObserver
 from kvstore import DeviceArena, DiskTier, DiskUnavailable, HostTier, KVLayout, PrefixStore
@@ -40,6 +40,7 @@ def build_engine(settings: Settings, observer: EngineObserver) -> Engine:
     identity = identity_of(loaded, settings)
     packed = pack_linears(loaded.model)
     self_check(loaded)
+    compile_kernels(loaded.model, sorted({padded_rows(n) for n in range(1, 65)}))
     layout = layout_of(loaded, settings)
     arena = DeviceArena(layout, _arena_pages(settings, loaded, layout), loaded.device)
     store = _build_store(settings, layout, identity, arena)

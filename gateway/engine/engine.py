@@ -17,7 +17,7 @@ from gateway.engine.detokenise import Detokeniser
 from gateway.engine.grammar import Grammar, GrammarCompiler, GrammarError
 from gateway.engine.grammar_spec import GrammarSpec
 from gateway.engine.loader import LoadedModel
-from gateway.engine.memory import device_memory
+from gateway.engine.memory import HeapTrim, device_memory
 from gateway.engine.runner import ModelRunner, Work
 from gateway.engine.sampler import Sampler, token_logprobs
 from gateway.engine.scheduler import Scheduled, Scheduler
@@ -108,6 +108,7 @@ class Engine:
         self._recorder = recorder
         self._runner = ModelRunner(loaded, arena, deterministic=config.deterministic)
         self._timer = StepTimer(loaded.device, clock)
+        self._heap = HeapTrim(clock)
         self._shadow = ShadowVerifier(store, self._runner, arena, config.shadow_verify)
         # A step with drafts has other rows than one without, and so another rounding.
         self._speculator = (
@@ -262,6 +263,7 @@ class Engine:
 
     def _run(self) -> None:
         while True:
+            self._heap.trim_if_due(idle=not self._by_id)
             with self._wake:
                 while not (self._closing or self._has_work() or self._is_idle()):
                     self._wake.wait()

@@ -341,6 +341,7 @@ class DiskTier:
             return True
         if not self._transact(self._delete_values):
             return False
+        self._env.unmap()
         self._used -= sum(self._doomed.values())
         self._doomed.clear()
         return True

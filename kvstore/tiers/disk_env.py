@@ -28,6 +28,8 @@ FORMAT_VERSION = 1
 
 _DATA, _READERS, _LOCK, _MARKER = "data.mdb", "lock.mdb", "kvstore.lock", "kvstore.json"
 _READER_TABLE_BYTES = 64 * 1024
+_MAPS = Path("/proc/self/maps")
+_INODE_FIELD = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DATABASES = (b"chunks", b"tokens", b"values", b"meta", b"pins")
 
@@ -60,6 +62,7 @@ class DiskEnvironment:
         self._readers = 0
         self._panicked = False
         self._inode = -1
+        self._map: tuple[int, int] | None = None  # addresses, where the system tells them
         self._env: lmdb.Environment | None = None
         self._dbs: dict[bytes, lmdb._Database] = {}
         self._lock_fd = _take_folder(directory)
@@ -131,6 +134,15 @@ class DiskEnvironment:
         except OSError:
             return False
 
+    def unmap(self) -> None:
+        """Take all pages of the map out of resident memory; they stay in the page cache.
+
+        Not while ``close`` or ``reopen`` may run. For after deletions, which touch the first page of every value, and
+        the system maps its neighbours with it.
+        """
+        if self._env is not None and self._map is not None:
+            _unmap(*self._map)
+
     def recreate(self) -> None:
         """Begin anew after the folder or the file was removed; what was stored is gone.
 
@@ -192,6 +204,7 @@ class DiskEnvironment:
             env.close()
             raise
         self._inode = os.stat(self.directory / _DATA).st_ino
+        self._map = _mapped_range(self._inode)
         with self._gate:
             self._env = env
 
@@ -263,7 +276,24 @@ def unmap_pages(value: npt.NDArray[np.uint8]) -> None:
     start = -(-value.ctypes.data // page) * page
     stop = (value.ctypes.data + value.size) // page * page
     if stop > start:
-        _madvise(start, stop - start, mmap.MADV_DONTNEED)
+        _unmap(start, stop)
+
+
+def _unmap(start: int, stop: int) -> None:
+    _madvise(start, stop - start, mmap.MADV_DONTNEED)
+
+
+def _mapped_range(inode: int) -> tuple[int, int] | None:
+    """First and last address of this process's map of a file; None where the system doesn't tell."""
+    try:
+        lines = _MAPS.read_text().splitlines()
+    except OSError:
+        return None
+    for fields in map(str.split, lines):
+        if len(fields) > _INODE_FIELD and fields[_INODE_FIELD] == str(inode) and fields[-1].endswith(_DATA):
+            start, stop = fields[0].split("-")
+            return int(start, 16), int(stop, 16)
+    return None
 
 
 def unavailable(directory: Path, error: Exception) -> DiskUnavailable:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gateway.engine import attention
-from gateway.engine.linears import pack_linears
+from gateway.engine.linears import can_pack, pack_linears
 from gateway.engine.loader import LoadedModel, load_model
-from gateway.engine.runner import ModelRunner, Work, self_check
+from gateway.engine.runner import ModelRunner, Work, padded_rows, self_check
 from gateway.engine.sources import ModelError
 from kvstore.layout import KVLayout
 from kvstore.tiers.device import DeviceArena
@@ -132,6 +132,33 @@ class TestDemoModel:
             logits = runner.forward([Work([answer[-1]], len(prompt) + step, [3, 4, 8, 9], True)])
         assert answer == wanted
 
+    @pytest.mark.parametrize("n", [*range(1, 70), 127, 129, 257, 300, 2047])
+    def test_padding_is_one_row_or_less_than_a_quarter(self, n: int) -> None:
+        assert n <= padded_rows(n) <= max(n + 1, n * 5 / 4)
+        assert padded_rows(padded_rows(n)) == padded_rows(n)
+
+    def test_padding_rows_change_no_logits_and_write_no_kv(
+        self, demo_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loaded = load_model(str(demo_folder), dtype="float32")
+        pack_linears(loaded.model)
+        prompts = [self.prompt(loaded.tokenizer)[:11], self.prompt(loaded.tokenizer)[20:26]]
+
+        def run() -> tuple[torch.Tensor, ...]:
+            arena = arena_for(loaded, 4, 16)
+            arena.kv.fill_(7.0)
+            runner = ModelRunner(loaded, arena)
+            logits = runner.forward([Work(prompts[0], 0, [2], True), Work(prompts[1], 0, [0], True)])
+            return logits, runner.forward([Work([5], 11, [2], True)]), arena.kv
+
+        padded = run()
+        assert padded_rows(17) == 20
+        monkeypatch.setattr("gateway.engine.runner.padded_rows", lambda n: n)
+        assert all(torch.equal(ours, exact) for ours, exact in zip(padded, run(), strict=True))
+        slots = padded[-1].movedim(-2, 0).flatten(1)
+        written = {int(slot) for slot in (slots != 7.0).any(1).nonzero()}
+        assert written == {*range(32, 44), *range(6)}
+
     def test_bfloat16_is_as_near_to_float32_as_sdpa_is(self, demo_folder: Path) -> None:
         """KL to the float32 model over the last positions: ours at most 1.5x that of transformers' sdpa."""
         exact = load_model(str(demo_folder), dtype="float32")
@@ -146,7 +173,7 @@ class TestDemoModel:
             return torch.log_softmax(logits.float(), -1)
 
         truth, sdpa = log_probabilities(exact), log_probabilities(half)
-        assert pack_linears(half.model) > 200
+        assert (pack_linears(half.model) > 200) == can_pack(torch.bfloat16)
         runner = ModelRunner(half, arena_for(half, 16, 256))
         start = len(prompt) - 16
         prefill(runner, prompt[:start], [3, 4, 8, 9], 256)

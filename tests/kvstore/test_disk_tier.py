@@ -287,3 +287,31 @@ def test_closing_waits_for_readers_and_can_be_repeated(tmp_path):
     tier.close()
     assert cause_of(tier, chunk) == "io"
     assert put(tier, chunk) is PutOutcome.READ_ONLY
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system doesn't tell what is resident")
+def test_neither_loads_nor_deletions_leave_the_file_in_resident_memory(tmp_path):
+    chunks = [make_chunk(SMOLLM2, seed=n) for n in range(8)]
+    with closing(opened(tmp_path, SMOLLM2)) as tier:
+        for chunk in chunks:
+            put(tier, chunk)
+        assert loads(tier, chunks[0], SMOLLM2)
+        after_load = resident_bytes(tmp_path / "data.mdb")
+        tier.drop_many([chunk.record.key for chunk in chunks[1:]])
+        assert after_load <= 512 * 1024 < SMOLLM2.chunk_bytes
+        assert resident_bytes(tmp_path / "data.mdb") <= 64 * 1024
+        assert loads(tier, chunks[0], SMOLLM2)
+
+
+def resident_bytes(file: Path) -> int:
+    """Of this process's map of a file; see proc_pid_smaps(5)."""
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            inside = line.endswith(str(file))
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
